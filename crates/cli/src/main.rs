@@ -1,0 +1,2 @@
+//! kvant
+fn main() {}

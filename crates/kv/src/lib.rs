@@ -1,0 +1,16 @@
+//! kvant-kv: a low-bit KV cache and the attention that reads it packed.
+//!
+//! In: f32 K/V/Q rows of a model's layers; out: attention outputs, from a cache that stays packed at 2 to 8 bits.
+//! NOT here: models, tokenizers, files, network, printing.
+
+pub mod attend;
+pub mod cache;
+mod error;
+pub mod scheme;
+pub mod shape;
+
+pub use attend::{AttendOptions, Attention};
+pub use cache::{Arm, Cache, CacheBytes, LayerConfig, Rows, SeqId};
+pub use error::Error;
+pub use scheme::{PackedScheme, Scheme, SchemeError};
+pub use shape::LayerShape;

@@ -1,0 +1,271 @@
+//! Schemes: how a cache stores tokens. In: text such as `k4v2g64w128s4p512` or `f16`; out: a checked [`Scheme`],
+//! its canonical text, its bits per element, and [`Scheme::edge`], the rule that decides which keys a query sees packed.
+//! NOT here: scheme files and presets (the engine reads those), byte offsets (cache/layout.rs).
+
+use std::fmt;
+use std::str::FromStr;
+
+/// Bits a code may have.
+pub const BITS: [u32; 4] = [2, 3, 4, 8];
+/// Tokens a group may have.
+pub const GROUP_LENS: [usize; 3] = [32, 64, 128];
+/// Most first tokens that can be kept in f16.
+pub const MAX_SINKS: usize = 16;
+
+/// Why a text or a set of numbers is no scheme.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("unknown scheme `{text}`: {why}")]
+pub struct SchemeError {
+    /// The text as given.
+    pub text: String,
+    /// What is wrong with it.
+    pub why: String,
+}
+
+/// How the tokens of one layer are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Scheme {
+    /// Every token in f16: the control of every measurement.
+    F16,
+    /// Whole groups of tokens packed, the newest and the first ones in f16.
+    Packed(PackedScheme),
+}
+
+/// The numbers of a packed scheme. Build it with [`PackedScheme::new`] or by parsing, which check them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PackedScheme {
+    k_bits: u32,
+    v_bits: u32,
+    group_len: usize,
+    window_len: usize,
+    sinks: usize,
+    page_len: usize,
+}
+
+impl PackedScheme {
+    /// A checked scheme.
+    ///
+    /// # Errors
+    /// [`SchemeError`] for bits outside {2,3,4,8}, group_len outside {32,64,128}, more than 16 sinks, or a page_len
+    /// that is no multiple of group_len.
+    pub fn new(
+        k_bits: u32,
+        v_bits: u32,
+        group_len: usize,
+        window_len: usize,
+        sinks: usize,
+        page_len: usize,
+    ) -> Result<Self, SchemeError> {
+        let scheme = Self { k_bits, v_bits, group_len, window_len, sinks, page_len };
+        let no = |why: String| Err(SchemeError { text: scheme.to_string(), why });
+        for (name, bits) in [("key", k_bits), ("value", v_bits)] {
+            if !BITS.contains(&bits) {
+                return no(format!("{name} bits must be 2, 3, 4 or 8, got {bits}"));
+            }
+        }
+        if !GROUP_LENS.contains(&group_len) {
+            return no(format!("group_len (g) must be 32, 64 or 128, got {group_len}"));
+        }
+        if sinks > MAX_SINKS {
+            return no(format!("sinks (s) must be 0 to {MAX_SINKS}, got {sinks}"));
+        }
+        if !page_len.is_multiple_of(group_len) {
+            return no(format!("page_len (p) must be a multiple of group_len {group_len}, got {page_len}"));
+        }
+        if window_len > MAX_LEN || page_len > MAX_LEN {
+            return no(format!("window_len (w) and page_len (p) must be at most {MAX_LEN}"));
+        }
+        Ok(scheme)
+    }
+
+    /// Bits of a key code.
+    pub fn k_bits(&self) -> u32 {
+        self.k_bits
+    }
+    /// Bits of a value code.
+    pub fn v_bits(&self) -> u32 {
+        self.v_bits
+    }
+    /// Tokens of a group.
+    pub fn group_len(&self) -> usize {
+        self.group_len
+    }
+    /// Newest tokens kept f16.
+    pub fn window_len(&self) -> usize {
+        self.window_len
+    }
+    /// First tokens kept f16.
+    pub fn sinks(&self) -> usize {
+        self.sinks
+    }
+    /// Tokens of a page (0: no pages).
+    pub fn page_len(&self) -> usize {
+        self.page_len
+    }
+    /// Channels that share one value scale: `min(group_len, head_dim)`.
+    pub fn v_group_len(&self, head_dim: usize) -> usize {
+        self.group_len.min(head_dim)
+    }
+
+    /// Keys before this position (sinks excepted) are packed for a query at `position`; a multiple of group_len.
+    ///
+    /// Formula: `max(floor(max(0, position+1-window_len)/group_len)*group_len, floor(position/page_len)*page_len)`,
+    /// the second term only when there are pages.
+    pub fn edge(&self, position: usize) -> usize {
+        let by_window = (position + 1).saturating_sub(self.window_len) / self.group_len * self.group_len;
+        let by_page = if self.page_len == 0 { 0 } else { position / self.page_len * self.page_len };
+        by_window.max(by_page)
+    }
+
+    /// Effective bits of one packed element, keys and values averaged, scale and zero (f16 each) included.
+    pub fn bits_per_element(&self, head_dim: usize) -> f64 {
+        let v_groups = head_dim.div_ceil(self.v_group_len(head_dim)) as f64;
+        let k = self.k_bits as f64 + 32.0 / self.group_len as f64;
+        let v = self.v_bits as f64 + 32.0 * v_groups / head_dim as f64;
+        (k + v) / 2.0
+    }
+}
+
+/// Largest window_len or page_len (tokens): far above any model's context, small enough that sums cannot overflow.
+const MAX_LEN: usize = 1 << 30;
+
+impl Scheme {
+    /// See [`PackedScheme::edge`]; 0 for f16 (nothing is ever packed).
+    pub fn edge(&self, position: usize) -> usize {
+        match self {
+            Scheme::F16 => 0,
+            Scheme::Packed(p) => p.edge(position),
+        }
+    }
+
+    /// First position a cache of `len` tokens keeps in f16 behind its packed groups: `edge(len-1)`, 0 when empty.
+    pub fn packed_len(&self, len: usize) -> usize {
+        len.checked_sub(1).map_or(0, |newest| self.edge(newest))
+    }
+
+    /// Effective bits of one packed element (16 for f16).
+    pub fn bits_per_element(&self, head_dim: usize) -> f64 {
+        match self {
+            Scheme::F16 => 16.0,
+            Scheme::Packed(p) => p.bits_per_element(head_dim),
+        }
+    }
+
+    /// The packed scheme, when it is one.
+    pub fn packed(&self) -> Option<&PackedScheme> {
+        match self {
+            Scheme::F16 => None,
+            Scheme::Packed(p) => Some(p),
+        }
+    }
+}
+
+impl fmt::Display for PackedScheme {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "k{}v{}g{}", self.k_bits, self.v_bits, self.group_len)?;
+        for (letter, n) in [('w', self.window_len), ('s', self.sinks), ('p', self.page_len)] {
+            if n > 0 {
+                write!(f, "{letter}{n}")?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Scheme {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Scheme::F16 => f.write_str("f16"),
+            Scheme::Packed(p) => p.fmt(f),
+        }
+    }
+}
+
+impl FromStr for Scheme {
+    type Err = SchemeError;
+
+    /// Parses `f16` or `k<bits>v<bits>g<tokens>[w<tokens>][s<tokens>][p<tokens>]`, parts in that order.
+    fn from_str(text: &str) -> Result<Self, SchemeError> {
+        if text == "f16" {
+            return Ok(Scheme::F16);
+        }
+        let no = |why: String| SchemeError { text: text.to_string(), why };
+        let mut rest = text;
+        let mut part = |letter: char, required: bool| -> Result<usize, SchemeError> {
+            let Some(tail) = rest.strip_prefix(letter) else {
+                return if required {
+                    Err(no(format!("expected `{letter}` and a number, as in k4v4g64w128s4p512")))
+                } else {
+                    Ok(0)
+                };
+            };
+            let digits = tail.len() - tail.trim_start_matches(|c: char| c.is_ascii_digit()).len();
+            let n = tail[..digits].parse::<usize>().map_err(|_| no(format!("expected a number after `{letter}`")))?;
+            rest = &tail[digits..];
+            Ok(n)
+        };
+        let (k, v, g) = (part('k', true)?, part('v', true)?, part('g', true)?);
+        let (w, s, p) = (part('w', false)?, part('s', false)?, part('p', false)?);
+        if !rest.is_empty() {
+            return Err(no(format!("`{rest}` is not a part of a scheme (order: k v g w s p)")));
+        }
+        let bits = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        PackedScheme::new(bits(k), bits(v), g, w, s, p).map(Scheme::Packed).map_err(|e| no(e.why))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_round_trips_and_leaves_zero_parts_out() {
+        for text in ["f16", "k4v2g64", "k4v2g64w128s4p512", "k8v8g32s16", "k2v3g128p1024"] {
+            assert_eq!(text.parse::<Scheme>().unwrap().to_string(), text);
+        }
+        assert_eq!("k4v4g64w0s0p0".parse::<Scheme>().unwrap().to_string(), "k4v4g64");
+    }
+
+    #[test]
+    fn bad_texts_say_what_is_wrong() {
+        for (text, part) in [
+            ("k5v4g64", "key bits"),
+            ("k4v1g64", "value bits"),
+            ("k4v4g48", "group_len"),
+            ("k4v4g64s17", "sinks"),
+            ("k4v4g64p100", "page_len"),
+            ("k4v4", "`g`"),
+            ("k4v4g64x", "`x`"),
+            ("k4v4g64s4w128", "`w128`"),
+            ("k99999999999999999999v4g64", "number after `k`"),
+            ("", "`k`"),
+            ("F16", "`k`"),
+            ("k4v4g64w99999999999", "at most"),
+        ] {
+            let e = text.parse::<Scheme>().unwrap_err();
+            assert!(e.why.contains(part), "{text}: {}", e.why);
+            assert_eq!(e.text, text);
+        }
+    }
+
+    #[test]
+    fn bits_per_element_count_scale_and_zero() {
+        let bits = |s: &str, d| s.parse::<Scheme>().unwrap().bits_per_element(d);
+        assert_eq!(bits("f16", 64), 16.0);
+        assert_eq!(bits("k4v4g64", 128), 4.5);
+        assert_eq!(bits("k2v2g32", 64), 3.0);
+        // head_dim 80, group 64: value groups of 64 and 16 channels.
+        assert_eq!(bits("k4v4g64", 80), (4.5 + 4.0 + 0.8) / 2.0);
+    }
+
+    #[test]
+    fn edge_moves_by_window_and_by_page() {
+        let s: Scheme = "k4v4g32w64p128".parse().unwrap();
+        assert_eq!(
+            [0, 94, 95, 126, 127, 128, 254, 255, 256].map(|i| s.edge(i)),
+            [0, 0, 32, 32, 64, 128, 160, 192, 256]
+        );
+        assert_eq!(s.packed_len(0), 0);
+        assert_eq!(s.packed_len(129), 128);
+    }
+}
