@@ -1,0 +1,146 @@
+//! Interleaved timing. In: contestants (closures over one or more copies of their data); out: minimum and median of
+//! the wall time of each. NOT here: what is timed, what its bytes are (cost.rs), how fast memory is (ceilings.rs).
+//!
+//! Clock speed and neighbours drift over seconds, so contestants never run one after another in blocks: every round
+//! runs each of them once, and the round's first one changes, so that nobody always follows the same predecessor.
+//! Cold means that a contestant finds its data outside the caches: it rotates over copies that together exceed them.
+
+use std::time::{Duration, Instant};
+
+/// Bytes that the copies of a cold contestant have together: twice the 300 MiB last-level cache of the largest
+/// server processors these kernels were tried on.
+pub const COLD_BYTES: usize = 600_000_000;
+
+/// Wall time of one contestant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Timing {
+    /// Shortest round.
+    pub min_ns: u64,
+    /// Middle round (the upper one of the two middle ones for an even count).
+    pub median_ns: u64,
+    /// Rounds timed.
+    pub rounds: usize,
+}
+
+impl Timing {
+    /// Minimum and median of some rounds, `None` when there are none.
+    pub fn of(mut rounds_ns: Vec<u64>) -> Option<Self> {
+        rounds_ns.sort_unstable();
+        let min_ns = *rounds_ns.first()?;
+        Some(Self { min_ns, median_ns: rounds_ns[rounds_ns.len() / 2], rounds: rounds_ns.len() })
+    }
+}
+
+/// One thing to time.
+pub struct Contestant<'a, E> {
+    copies: usize,
+    run: Box<dyn FnMut(usize) -> Result<(), E> + 'a>,
+}
+
+impl<'a, E> Contestant<'a, E> {
+    /// `run` gets the number of the copy to work on, `0..copies`; a copies of 0 counts as 1.
+    pub fn new(copies: usize, run: impl FnMut(usize) -> Result<(), E> + 'a) -> Self {
+        Self { copies: copies.max(1), run: Box::new(run) }
+    }
+}
+
+/// Copies a contestant of `bytes` per run needs: one when hot, and enough to exceed [`COLD_BYTES`] when cold.
+pub fn copies(bytes: usize, hot: bool) -> usize {
+    if hot { 1 } else { COLD_BYTES.div_ceil(bytes.max(1)).max(2) }
+}
+
+/// Runs every contestant once per round, `rounds` times (0 counts as 1), after one round that is not timed.
+///
+/// # Errors
+/// The first error of a contestant; nothing is timed after it.
+pub fn interleave<E>(contestants: &mut [Contestant<'_, E>], rounds: usize) -> Result<Vec<Timing>, E> {
+    let rounds = rounds.max(1);
+    for c in contestants.iter_mut() {
+        (c.run)(0)?;
+    }
+    let mut ns = vec![Vec::with_capacity(rounds); contestants.len()];
+    for round in 0..rounds {
+        for turn in 0..contestants.len() {
+            let who = (turn + round) % contestants.len();
+            let c = &mut contestants[who];
+            // Copy 0 was just used by the untimed round: start behind it.
+            let copy = (round + 1) % c.copies;
+            let start = Instant::now();
+            (c.run)(copy)?;
+            ns[who].push(nanoseconds(start.elapsed()));
+        }
+    }
+    Ok(ns.into_iter().filter_map(Timing::of).collect())
+}
+
+/// How many rounds fit a time budget when one round takes `round`, held between `least` and `most`.
+pub fn rounds_for(budget: Duration, round: Duration, least: usize, most: usize) -> usize {
+    let fit = budget.as_nanos() / round.as_nanos().max(1);
+    usize::try_from(fit).unwrap_or(most).clamp(least, most)
+}
+
+/// Nanoseconds of a duration, at least 1 so that a rate can be formed.
+pub fn nanoseconds(d: Duration) -> u64 {
+    u64::try_from(d.as_nanos()).unwrap_or(u64::MAX).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::RefCell;
+
+    #[test]
+    fn every_round_runs_each_contestant_once_and_rotates_copies_and_order() {
+        let log = RefCell::new(Vec::new());
+        let mut contestants: Vec<Contestant<'_, ()>> = [('a', 3), ('b', 1)]
+            .into_iter()
+            .map(|(name, copies)| {
+                let log = &log;
+                Contestant::new(copies, move |copy| {
+                    log.borrow_mut().push((name, copy));
+                    Ok(())
+                })
+            })
+            .collect();
+        let timings = interleave(&mut contestants, 3).unwrap();
+        assert_eq!(timings.iter().map(|t| t.rounds).collect::<Vec<_>>(), [3, 3]);
+        drop(contestants);
+        assert_eq!(log.into_inner(), [('a', 0), ('b', 0), ('a', 1), ('b', 0), ('b', 0), ('a', 2), ('a', 0), ('b', 0)]);
+    }
+
+    #[test]
+    fn an_error_stops_the_timing() {
+        let mut calls = 0;
+        let mut c = [Contestant::new(1, |_| {
+            calls += 1;
+            if calls == 2 { Err("second") } else { Ok(()) }
+        })];
+        assert_eq!(interleave(&mut c, 5), Err("second"));
+        drop(c);
+        assert_eq!(calls, 2);
+    }
+
+    #[test]
+    fn median_and_minimum() {
+        assert_eq!(Timing::of(vec![]), None);
+        assert_eq!(Timing::of(vec![9, 1, 5]), Some(Timing { min_ns: 1, median_ns: 5, rounds: 3 }));
+        assert_eq!(Timing::of(vec![4, 1, 3, 2]), Some(Timing { min_ns: 1, median_ns: 3, rounds: 4 }));
+    }
+
+    #[test]
+    fn cold_copies_exceed_the_cache() {
+        assert_eq!(copies(64, true), 1);
+        for bytes in [1_000_000, 64_000_000, 599_999_999, 700_000_000] {
+            let n = copies(bytes, false);
+            assert!(n >= 2 && n * bytes >= COLD_BYTES, "{bytes}: {n}");
+        }
+    }
+
+    #[test]
+    fn rounds_stay_in_their_bounds() {
+        let ms = Duration::from_millis;
+        assert_eq!(rounds_for(ms(1000), ms(10), 5, 500), 100);
+        assert_eq!(rounds_for(ms(1000), ms(900), 5, 500), 5);
+        assert_eq!(rounds_for(ms(1000), Duration::ZERO, 5, 500), 500);
+    }
+}
