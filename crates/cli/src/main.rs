@@ -1,2 +1,51 @@
-//! kvant
-fn main() {}
+//! kvant: the program. In: a command line; out: text or one JSON object on stdout, everything else on stderr, an exit code
+//! (0 done, 2 bad input with a hint, 1 a proof that failed). NOT here: what commands do (commands/).
+
+mod args;
+mod commands;
+mod failure;
+mod models;
+mod output;
+mod progress;
+mod rss;
+mod shape_text;
+mod table;
+mod units;
+
+use args::{Cli, Command};
+use clap::Parser;
+use clap::error::ErrorKind;
+use failure::Failure;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(e) if matches!(e.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => {
+            return finish(output::text(&e.render().to_string()));
+        }
+        Err(e) => return finish(Err(Failure::from_clap(&e).into())),
+    };
+    finish(run(cli.command))
+}
+
+fn run(command: Command) -> anyhow::Result<()> {
+    match command {
+        Command::Pull(args) => commands::pull::run(&args),
+        Command::Info(args) => commands::info::run(&args),
+        Command::Bench(args) => commands::bench::run(&args),
+        Command::Generate(args) => commands::generate::run(&args),
+        Command::Demo(args) => commands::demo::run(&args),
+    }
+}
+
+/// Turns a result into an exit code; an error without a hint of its own gets the general one.
+fn finish(result: anyhow::Result<()>) -> ExitCode {
+    let Err(error) = result else { return ExitCode::SUCCESS };
+    let failure = match error.downcast::<Failure>() {
+        Ok(failure) => failure,
+        Err(error) => Failure::input(format!("{error:#}"), "`kvant --help` shows every command with examples"),
+    };
+    eprintln!("{failure}");
+    ExitCode::from(failure.code)
+}

@@ -1,0 +1,367 @@
+//! The command line. In: words; out: checked values per command. NOT here: what a scheme, model or kernel is: those stay
+//! text here and are resolved by the command, which knows the better hint.
+
+use crate::models;
+use crate::units::{parse_bytes, parse_count};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use kvant_kv::Arm;
+use std::path::PathBuf;
+
+/// Default of `--kv` everywhere, until presets exist.
+pub const DEFAULT_SCHEME: &str = "k4v4g64w128s4p512";
+
+/// Decode many requests over a low-bit KV cache.
+#[derive(Debug, Parser)]
+#[command(
+    name = "kvant",
+    version,
+    max_term_width = 100,
+    arg_required_else_help = false,
+    disable_help_subcommand = true
+)]
+#[command(after_help = "Examples:
+  kvant pull                                    fetch SmolLM2-135M-Instruct into models/
+  kvant generate --chat --prompt 'What is a key-value cache?'
+  kvant generate --prompts prompts.txt --kv k2v2g32w128s4p512 --json
+  kvant bench attend --shape b=1,q=32,kv=8,d=128,s=16384 --kv k4v4g64,k2v2g32
+  kvant info --memory 8GiB --len 4096           what fits, per scheme")]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The commands there are.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Fetch a model into models/ (or KVANT_MODELS), check it, print its path
+    Pull(PullArgs),
+    /// Decode one prompt, or several together in one batch
+    Generate(GenerateArgs),
+    /// Measure attention, or decoding as a whole
+    Bench(BenchArgs),
+    /// Say what this machine and build can do, and how many requests fit a memory, per scheme
+    Info(InfoArgs),
+    /// Decode four prompts under four schemes and compare size, speed and text
+    Demo(DemoArgs),
+}
+
+/// Where to run.
+#[derive(Debug, Clone, Args)]
+pub struct Machine {
+    /// Device to run on
+    #[arg(long, value_name = "cpu|cuda", default_value = "cpu", help_heading = "Machine")]
+    pub device: String,
+    /// Threads [default: every core this process may use]
+    #[arg(long, value_name = "N", value_parser = parse_threads, help_heading = "Machine")]
+    pub threads: Option<usize>,
+}
+
+/// Most threads `--threads` takes: beyond the largest machines, below what exhausts a system.
+const MAX_THREADS: usize = 1024;
+
+fn parse_threads(text: &str) -> Result<usize, String> {
+    match parse_count(text)? {
+        n if n > MAX_THREADS => Err(format!("must be at most {MAX_THREADS}")),
+        n => Ok(n),
+    }
+}
+
+/// `kvant pull`
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  kvant pull
+  KVANT_MODELS=/srv/models kvant pull smollm2-135m")]
+pub struct PullArgs {
+    /// Name of the model
+    #[arg(value_name = "MODEL", default_value = models::DEFAULT)]
+    pub model: String,
+}
+
+/// `kvant generate`
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  kvant generate --prompt 'The capital of France is' --max-tokens 16
+  kvant generate --chat --prompt 'Write a haiku about rain.' --temperature 0.7 --top-p 0.9 --seed 7
+  cat report.txt | kvant generate --prompt - --kv k2v2g32w128s4p512
+  kvant generate --prompts prompts.txt --json > out.json")]
+pub struct GenerateArgs {
+    /// Model: a name (see `kvant pull`) or a path to a .gguf file
+    #[arg(long, value_name = "MODEL", default_value = models::DEFAULT)]
+    pub model: String,
+    /// How the cache stores tokens: a scheme or a scheme file [default: k4v4g64w128s4p512; f16 with --arm f16]
+    #[arg(long, value_name = "SCHEME")]
+    pub kv: Option<String>,
+    /// Way to decode [default: fused, or f16 with --kv f16]
+    #[arg(long, value_name = "ARM")]
+    pub arm: Option<ArmName>,
+    /// Prompt, or - to read it from stdin
+    #[arg(long, value_name = "TEXT", required_unless_present = "prompts", conflicts_with = "prompts")]
+    pub prompt: Option<String>,
+    /// File of prompts, one per line, decoded together
+    #[arg(long, value_name = "FILE")]
+    pub prompts: Option<PathBuf>,
+    /// Put each prompt into the model's chat template
+    #[arg(long)]
+    pub chat: bool,
+    /// Most tokens to generate per prompt
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = parse_count)]
+    pub max_tokens: usize,
+    /// How tokens are chosen.
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    /// Attention kernel [default: the best this processor runs; see `kvant info`]
+    #[arg(long, value_name = "NAME", help_heading = "Machine")]
+    pub kernel: Option<String>,
+    /// Where to run.
+    #[command(flatten)]
+    pub machine: Machine,
+    /// Print one JSON object on stdout instead of the text
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// How tokens are chosen.
+#[derive(Debug, Clone, Args)]
+pub struct SamplingArgs {
+    /// 0 takes the likeliest token; higher is more varied
+    #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = parse_temperature, help_heading = "Sampling")]
+    pub temperature: f32,
+    /// Keep the K likeliest tokens (0: all)
+    #[arg(long, value_name = "K", default_value_t = 0, help_heading = "Sampling")]
+    pub top_k: usize,
+    /// Keep the likeliest tokens that together reach this probability
+    #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = parse_top_p, help_heading = "Sampling")]
+    pub top_p: f32,
+    /// Keep tokens at least this fraction as likely as the likeliest
+    #[arg(long, value_name = "P", default_value_t = 0.0, value_parser = parse_min_p, help_heading = "Sampling")]
+    pub min_p: f32,
+    /// Seed of the choice
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Sampling")]
+    pub seed: u64,
+}
+
+fn parse_f32(text: &str, ok: impl Fn(f32) -> bool, range: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(x) if ok(x) => Ok(x),
+        _ => Err(format!("must be a number {range}")),
+    }
+}
+
+fn parse_temperature(text: &str) -> Result<f32, String> {
+    parse_f32(text, |x| (0.0..=100.0).contains(&x), "from 0 to 100")
+}
+
+fn parse_top_p(text: &str) -> Result<f32, String> {
+    parse_f32(text, |x| x > 0.0 && x <= 1.0, "above 0 and at most 1")
+}
+
+fn parse_min_p(text: &str) -> Result<f32, String> {
+    parse_f32(text, |x| (0.0..=1.0).contains(&x), "from 0 to 1")
+}
+
+/// Arms by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum ArmName {
+    /// Plain f16 cache
+    F16,
+    /// Attention reads the packed codes
+    Fused,
+    /// Packed, dequantized once into an f16 copy
+    DequantOnce,
+    /// The whole packed part dequantized on every step
+    DequantStep,
+}
+
+impl ArmName {
+    /// The library's arm.
+    pub fn arm(self) -> Arm {
+        match self {
+            Self::F16 => Arm::F16,
+            Self::Fused => Arm::Fused,
+            Self::DequantOnce => Arm::DequantOnce,
+            Self::DequantStep => Arm::DequantStep,
+        }
+    }
+
+    /// As on the command line and in JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F16 => "f16",
+            Self::Fused => "fused",
+            Self::DequantOnce => "dequant-once",
+            Self::DequantStep => "dequant-step",
+        }
+    }
+}
+
+/// `kvant bench`
+#[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
+#[command(after_help = "Examples:
+  kvant bench attend --shape b=1,q=32,kv=8,d=128,s=16384 --kv k8v8g64,k4v4g64,k2v2g32
+  kvant bench decode --batch 1,4,16 --prompt-len 1024 --steps 96
+  kvant bench --test                            every bench once, tiny: does it run?")]
+pub struct BenchArgs {
+    /// Run every bench once at a tiny size
+    #[arg(long)]
+    pub test: bool,
+    /// What to measure.
+    #[command(subcommand)]
+    pub bench: Option<Bench>,
+}
+
+/// The benches there are.
+#[derive(Debug, Subcommand)]
+pub enum Bench {
+    /// Time one attention call per scheme against an f16 cache and the machine's read bandwidth
+    Attend(AttendArgs),
+    /// Prove that the arms agree, then time decoding of whole batches
+    Decode(DecodeArgs),
+}
+
+/// `kvant bench attend`
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  kvant bench attend --shape b=1,q=32,kv=8,d=128,s=16384 --kv k4v4g64,k2v2g32 --json
+  kvant bench attend --shape b=16,q=9,kv=3,d=64,s=1024 --hot --threads 1
+
+Cold by default: every scheme and the read-bandwidth ceiling rotate over copies of at least 600 MB.")]
+pub struct AttendArgs {
+    /// Batch, query heads, kv heads, head_dim, kv_len
+    #[arg(long, value_name = "SHAPE", default_value = "b=1,q=32,kv=8,d=128,s=16384")]
+    pub shape: String,
+    /// Schemes, comma-separated; f16 always runs as the control
+    #[arg(long, value_name = "S1,S2,..", default_value = "k8v8g64,k4v4g64,k3v3g64,k2v2g64")]
+    pub kv: String,
+    /// Attention kernel [default: the best this processor runs]
+    #[arg(long, value_name = "NAME", help_heading = "Machine")]
+    pub kernel: Option<String>,
+    /// One copy, so that data may stay in the processor's caches
+    #[arg(long)]
+    pub hot: bool,
+    /// Rounds to time [default: about two seconds per scheme]
+    #[arg(long, value_name = "N", value_parser = parse_count)]
+    pub rounds: Option<usize>,
+    /// Where to run.
+    #[command(flatten)]
+    pub machine: Machine,
+    /// Print one JSON object on stdout
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `kvant bench decode`
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  kvant bench decode --batch 1,4,16 --prompt-len 1024 --steps 96 --json
+  kvant bench decode --kv k2v2g32w128s4p512 --arms f16,fused --batch 1
+
+First the arms are proved to agree (teacher-forced divergence and greedy tokens), then they are timed in turns.")]
+pub struct DecodeArgs {
+    /// Model: a name or a path to a .gguf file
+    #[arg(long, value_name = "MODEL", default_value = models::DEFAULT)]
+    pub model: String,
+    /// Requests decoded together, comma-separated
+    #[arg(long, value_name = "N1,N2,..", default_value = "1,4,16", value_delimiter = ',', value_parser = parse_count)]
+    pub batch: Vec<usize>,
+    /// Tokens of each prompt
+    #[arg(long, value_name = "TOKENS", default_value_t = 1024, value_parser = parse_count)]
+    pub prompt_len: usize,
+    /// Tokens decoded per request; must cross two flushes of a group
+    #[arg(long, value_name = "N", default_value_t = 96, value_parser = parse_count)]
+    pub steps: usize,
+    /// Packed scheme of all arms but f16
+    #[arg(long, value_name = "SCHEME", default_value = DEFAULT_SCHEME)]
+    pub kv: String,
+    /// Ways to decode, comma-separated
+    #[arg(long, value_name = "A1,A2,..", default_value = "f16,fused,dequant-once,dequant-step", value_delimiter = ',')]
+    pub arms: Vec<ArmName>,
+    /// Times each arm decodes, in turns
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = parse_count)]
+    pub rounds: usize,
+    /// Attention kernel [default: the best this processor runs]
+    #[arg(long, value_name = "NAME", help_heading = "Machine")]
+    pub kernel: Option<String>,
+    /// Where to run.
+    #[command(flatten)]
+    pub machine: Machine,
+    /// Print one JSON object on stdout
+    #[arg(long)]
+    pub json: bool,
+    /// Decode one arm once and print its memory: what the bench starts per arm, so that arms do not share a process
+    #[arg(long, hide = true)]
+    pub memory_child: bool,
+}
+
+/// `kvant info`
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  kvant info
+  kvant info --memory 8GiB --len 4096
+  kvant info --memory 80GiB --len 32768 --shape layers=32,q=32,kv=8,d=128 --kv f16,k4v4g64w128s4p512 --json")]
+pub struct InfoArgs {
+    /// Memory for the cache alone, without the model's weights [default: what is available now]
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    pub memory: Option<usize>,
+    /// Tokens of each request
+    #[arg(long, value_name = "TOKENS", default_value_t = 4096, value_parser = parse_count)]
+    pub len: usize,
+    /// Model whose layers count: a name or a path to a .gguf file [default: smollm2-135m]
+    #[arg(long, value_name = "MODEL", conflicts_with = "shape")]
+    pub model: Option<String>,
+    /// Layers, query heads, kv heads and head_dim in place of a model
+    #[arg(long, value_name = "layers=L,q=Q,kv=KV,d=D")]
+    pub shape: Option<String>,
+    /// Schemes, comma-separated
+    #[arg(
+        long,
+        value_name = "S1,S2,..",
+        default_value = "f16,k8v8g64w128s4p512,k4v4g64w128s4p512,k3v3g64w128s4p512,k2v2g32w128s4p512"
+    )]
+    pub kv: String,
+    /// Where to run.
+    #[command(flatten)]
+    pub machine: Machine,
+    /// Print one JSON object on stdout
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `kvant demo`
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  kvant demo
+  kvant demo --max-tokens 32 --threads 1")]
+pub struct DemoArgs {
+    /// Model: a name (fetched if it is not there) or a path to a .gguf file
+    #[arg(long, value_name = "MODEL", default_value = models::DEFAULT)]
+    pub model: String,
+    /// Tokens to generate per prompt
+    #[arg(long, value_name = "N", default_value_t = 96, value_parser = parse_count)]
+    pub max_tokens: usize,
+    /// Where to run.
+    #[command(flatten)]
+    pub machine: Machine,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn numbers_out_of_range_are_refused() {
+        assert!(parse_threads("0").is_err() && parse_threads("1025").is_err() && parse_threads("2").is_ok());
+        for bad in ["-0.1", "NaN", "inf", "x", "101"] {
+            assert!(parse_temperature(bad).is_err(), "{bad}");
+        }
+        assert!(parse_top_p("0").is_err() && parse_top_p("1").is_ok() && parse_top_p("1.1").is_err());
+        assert!(parse_min_p("0").is_ok() && parse_min_p("-1").is_err());
+    }
+}

