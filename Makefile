@@ -1,0 +1,11 @@
+# One line per recipe; CI (.ci/run) calls these same targets.
+.PHONY: demo pull test fmt lint doc bench ci
+
+demo: ; @cargo run --release --locked -p kvant-cli -- demo
+pull: ; @cargo run --locked -p kvant-cli -- pull
+test: pull ; @bash .ci/test
+fmt: ; cargo fmt --all --check
+lint: ; cargo clippy --workspace --all-targets --locked -- -D warnings
+doc: ; RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked
+bench: ; cargo run --release --locked -p kvant-cli -- bench --test
+ci: ; @bash .ci/run
