@@ -1,7 +1,28 @@
 //! The cache: sequences of tokens, packed by position. In: f16-rounded K and V rows; out: views that attention reads.
 //! NOT here: the formula of the quantizer (quant/), attention (attend/).
 
+pub(crate) mod layout;
+pub(crate) mod store;
+#[cfg(test)]
+mod tests;
+
+use crate::append::record::Scratch;
 use crate::{Error, LayerShape, Scheme};
+use half::f16;
+use half::slice::HalfFloatSliceExt;
+use std::collections::BTreeMap;
+use store::{BlockUse, LayerSpec, Pools, SeqView, Store};
+
+impl std::fmt::Display for Arm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Arm::F16 => "f16",
+            Arm::Fused => "fused",
+            Arm::DequantOnce => "dequant-once",
+            Arm::DequantStep => "dequant-step",
+        })
+    }
+}
 
 /// Which way to decode: how attention reads the packed part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -52,49 +73,222 @@ pub struct CacheBytes {
 }
 
 /// A cache of many sequences over all layers of a model.
-pub struct Cache {}
+pub struct Cache {
+    layers: Vec<LayerSpec>,
+    copy_pools: Vec<Option<usize>>,
+    pools: Pools,
+    arm: Arm,
+    sequences: BTreeMap<SeqId, Vec<Store>>,
+    next_id: usize,
+    scratch: Scratch,
+    rounded: (Vec<f16>, Vec<f16>),
+}
 
 impl Cache {
-    /// An empty cache.
-    pub fn new(_layers: &[LayerConfig], _arm: Arm) -> Result<Self, Error> {
-        todo!()
+    /// An empty cache. With [`Arm::F16`] every layer is stored as f16, whatever its scheme says.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when there are no layers.
+    pub fn new(layers: &[LayerConfig], arm: Arm) -> Result<Self, Error> {
+        if layers.is_empty() {
+            return Err(Error::Shape { what: "layers of a cache (1 or more)", expected: 1, got: 0 });
+        }
+        let mut pools = Pools::default();
+        let scheme = |c: &LayerConfig| if arm == Arm::F16 { Scheme::F16 } else { c.scheme };
+        let layers: Vec<_> = layers.iter().map(|c| LayerSpec::new(c.shape, scheme(c), &mut pools)).collect();
+        let copies = |l: &LayerSpec| arm == Arm::DequantOnce && l.record.is_some();
+        let copy_pools = layers.iter().map(|l| copies(l).then(|| l.copy_pool(&mut pools))).collect();
+        Ok(Self {
+            layers,
+            copy_pools,
+            pools,
+            arm,
+            sequences: BTreeMap::new(),
+            next_id: 0,
+            scratch: Scratch::default(),
+            rounded: Default::default(),
+        })
     }
+
     /// A new empty sequence.
     pub fn add_sequence(&mut self) -> SeqId {
-        todo!()
+        let id = SeqId(self.next_id);
+        self.next_id += 1;
+        self.sequences.insert(id, self.layers.iter().map(|_| Store::default()).collect());
+        id
     }
+
     /// Frees a sequence and all it holds.
-    pub fn remove_sequence(&mut self, _seq: SeqId) -> Result<(), Error> {
-        todo!()
+    ///
+    /// # Errors
+    /// [`Error::NoSuchSequence`].
+    pub fn remove_sequence(&mut self, seq: SeqId) -> Result<(), Error> {
+        let stores = self.sequences.remove(&seq).ok_or(Error::NoSuchSequence { id: seq.0 })?;
+        for (layer, mut store) in stores.into_iter().enumerate() {
+            store.clear(&self.layers[layer], self.copy_pools[layer], &mut self.pools);
+        }
+        Ok(())
     }
-    /// Appends rows to one layer: rounds to f16, checks that every value is finite, stores all or (on error) nothing,
-    /// and packs the groups that the newest row sees packed. The f16 rows that older rows of the call still see
-    /// stay until [`Cache::commit`].
+
+    /// Appends rows to one layer: rounds to f16, checks that every value is finite, stores the whole call or (on
+    /// error) nothing of it, and packs the groups that the newest row sees packed. The f16 rows that older rows of the
+    /// call still see stay until [`Cache::commit`].
     ///
     /// Shapes: `k`, `v`: f32 `[sum of rows][kv_heads][head_dim]`, batch entries one after another.
-    pub fn append(&mut self, _layer: usize, _batch: &[Rows], _k: &[f32], _v: &[f32]) -> Result<(), Error> {
-        todo!()
+    ///
+    /// # Errors
+    /// [`Error::NotFinite`], [`Error::Shape`], [`Error::NoSuchLayer`], [`Error::NoSuchSequence`],
+    /// [`Error::DuplicateSequence`], [`Error::OutOfMemory`].
+    pub fn append(&mut self, layer: usize, batch: &[Rows], k: &[f32], v: &[f32]) -> Result<(), Error> {
+        self.check_batch(layer, batch)?;
+        let spec = &self.layers[layer];
+        let row_len = spec.shape.row_len();
+        let expected = batch.iter().map(|b| b.rows).sum::<usize>() * row_len;
+        for (what, x) in [("length of K", k), ("length of V", v)] {
+            if x.len() != expected {
+                return Err(Error::Shape { what, expected, got: x.len() });
+            }
+        }
+        let (k16, v16) = (&mut self.rounded.0, &mut self.rounded.1);
+        for (tensor, x, rounded) in [("K", k, &mut *k16), ("V", v, &mut *v16)] {
+            rounded.resize(x.len(), f16::ZERO);
+            rounded.convert_from_f32_slice(x);
+            if let Some(at) = rounded.iter().position(|x| !x.is_finite()) {
+                let mut row = at / row_len;
+                let entry = batch.iter().find(|b| {
+                    if row < b.rows {
+                        true
+                    } else {
+                        row -= b.rows;
+                        false
+                    }
+                });
+                let held = entry.map_or(0, |b| self.sequences[&b.seq][layer].len);
+                let head = at % row_len / spec.shape.head_dim;
+                return Err(Error::NotFinite { tensor, layer, head, token: held + row, value: x[at] });
+            }
+        }
+        let mut at = 0;
+        for (done, entry) in batch.iter().enumerate() {
+            let range = at..at + entry.rows * row_len;
+            at = range.end;
+            let store = &mut self.sequences.get_mut(&entry.seq).expect("checked")[layer];
+            let (k, v) = (&k16[range.clone()], &v16[range]);
+            let copy_pool = self.copy_pools[layer];
+            if let Err(e) = store.append(spec, copy_pool, &mut self.pools, &mut self.scratch, k, v) {
+                // Earlier entries of the call are not committed yet, so their rows can always go again.
+                for entry in &batch[..done] {
+                    let store = &mut self.sequences.get_mut(&entry.seq).expect("checked")[layer];
+                    let len = store.len - entry.rows;
+                    store.trim(spec, copy_pool, &mut self.pools, len);
+                }
+                return Err(e);
+            }
+        }
+        Ok(())
     }
-    /// Ends a step of one layer: every token of these sequences is kept for good, f16 rows that only older rows saw are freed.
-    /// Call it after the layer's `attend`.
-    pub fn commit(&mut self, _layer: usize, _batch: &[Rows]) -> Result<(), Error> {
-        todo!()
+
+    /// Ends a step of one layer: every token of these sequences is kept for good, and f16 rows that only older rows
+    /// saw are freed. Call it after the layer's `attend`; leave it out for draft tokens, which [`Cache::trim`] can
+    /// then drop without loss.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchLayer`], [`Error::NoSuchSequence`], [`Error::DuplicateSequence`].
+    pub fn commit(&mut self, layer: usize, batch: &[Rows]) -> Result<(), Error> {
+        self.check_batch(layer, batch)?;
+        for entry in batch {
+            self.sequences.get_mut(&entry.seq).expect("checked")[layer].commit(&self.layers[layer], &mut self.pools);
+        }
+        Ok(())
     }
-    /// Shortens a sequence to `len` tokens in every layer. Uncommitted tokens go freely, committed ones only while
-    /// the f16 rows needed are still there.
-    pub fn trim(&mut self, _seq: SeqId, _len: usize) -> Result<(), Error> {
-        todo!()
+
+    /// Shortens a sequence to `len` tokens in every layer. Uncommitted tokens go freely, committed ones only while the
+    /// f16 rows that the remaining ones need are still there.
+    ///
+    /// # Errors
+    /// [`Error::TrimPacked`] or [`Error::Shape`] (more tokens than held), and then no layer has changed.
+    pub fn trim(&mut self, seq: SeqId, len: usize) -> Result<(), Error> {
+        let stores = self.sequences.get_mut(&seq).ok_or(Error::NoSuchSequence { id: seq.0 })?;
+        for (store, spec) in stores.iter().zip(&self.layers) {
+            store.check_trim(spec, len)?;
+        }
+        for (layer, store) in stores.iter_mut().enumerate() {
+            store.trim(&self.layers[layer], self.copy_pools[layer], &mut self.pools, len);
+        }
+        Ok(())
     }
+
     /// Tokens of a sequence in one layer.
-    pub fn len(&self, _layer: usize, _seq: SeqId) -> Result<usize, Error> {
-        todo!()
+    ///
+    /// # Errors
+    /// [`Error::NoSuchLayer`], [`Error::NoSuchSequence`].
+    pub fn len(&self, layer: usize, seq: SeqId) -> Result<usize, Error> {
+        self.layer(layer)?;
+        let stores = self.sequences.get(&seq).ok_or(Error::NoSuchSequence { id: seq.0 })?;
+        Ok(stores[layer].len)
     }
+
+    /// Whether the cache holds no sequence.
+    pub fn is_empty(&self) -> bool {
+        self.sequences.is_empty()
+    }
+
     /// Bytes held.
     pub fn bytes(&self) -> CacheBytes {
-        todo!()
+        let row_bytes = |l: &LayerSpec| 2 * l.shape.row_len() * size_of::<f16>();
+        let plain =
+            |stores: &Vec<Store>| stores.iter().zip(&self.layers).map(|(s, l)| s.len * row_bytes(l)).sum::<usize>();
+        CacheBytes {
+            packed_bytes: self.pools.in_use_bytes(BlockUse::Records),
+            window_bytes: self.pools.in_use_bytes(BlockUse::Window),
+            copy_bytes: self.pools.in_use_bytes(BlockUse::Copy),
+            f16_bytes_equivalent: self.sequences.values().map(plain).sum(),
+        }
     }
+
     /// The arm this cache serves.
     pub fn arm(&self) -> Arm {
-        todo!()
+        self.arm
+    }
+
+    /// Number of layers.
+    pub fn layers(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// Shape and scheme of a layer, as it is really stored.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchLayer`].
+    pub fn layer_config(&self, layer: usize) -> Result<LayerConfig, Error> {
+        self.layer(layer).map(|l| LayerConfig { shape: l.shape, scheme: l.scheme })
+    }
+
+    pub(crate) fn layer(&self, layer: usize) -> Result<&LayerSpec, Error> {
+        self.layers.get(layer).ok_or(Error::NoSuchLayer { layer, layers: self.layers.len() })
+    }
+
+    /// What attention reads of a sequence in a layer.
+    pub(crate) fn view(&self, layer: usize, seq: SeqId) -> Result<SeqView<'_>, Error> {
+        let spec = self.layer(layer)?;
+        let stores = self.sequences.get(&seq).ok_or(Error::NoSuchSequence { id: seq.0 })?;
+        Ok(stores[layer].view(spec, self.copy_pools[layer], &self.pools))
+    }
+
+    fn check_batch(&self, layer: usize, batch: &[Rows]) -> Result<(), Error> {
+        self.layer(layer)?;
+        let mut seen = std::collections::BTreeSet::new();
+        for entry in batch {
+            if !self.sequences.contains_key(&entry.seq) {
+                return Err(Error::NoSuchSequence { id: entry.seq.0 });
+            }
+            if !seen.insert(entry.seq) {
+                return Err(Error::DuplicateSequence { id: entry.seq.0 });
+            }
+            if entry.rows == 0 {
+                return Err(Error::Shape { what: "rows of a batch entry (1 or more)", expected: 1, got: 0 });
+            }
+        }
+        Ok(())
     }
 }

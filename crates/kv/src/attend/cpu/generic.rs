@@ -1,0 +1,287 @@
+//! The attention loop over one range of keys, written once. In: a [`Task`] (query vectors, keys by position);
+//! out: one partial softmax state per query vector.
+//!
+//! Algebra: the key scale is folded into q once per group (`q' = q*scale`, plus one dot `q.zero`), the value scale into
+//! the softmax weights (`w' = p*scale`, plus `p.zero`), so that the inner loops see raw codes: one panel operation
+//! serves keys and values. A range is one softmax block: all its scores first, then its values.
+//! NOT here: instructions (one file per instruction set), ranges and threads (attend/plan.rs).
+
+use crate::cache::layout::{F16_BLOCK_LEN, RecordLayout};
+use half::f16;
+use std::ops::Range;
+
+/// Keys of one range: fixed by position, so that a result depends on neither threads nor batch. A multiple of every
+/// group_len; the scores of 4 vectors then take 8 KiB, which stays in the first-level cache.
+pub(crate) const RANGE_LEN: usize = 512;
+/// Query vectors that share one pass over the codes: 4 vectors x 2 limbs x 2 sets of lanes fill half of 32 registers.
+pub(crate) const MAX_VECTORS: usize = 4;
+/// Longest fold: channels of a head, or tokens of a group.
+pub(crate) const MAX_FOLD: usize = 256;
+
+/// Keys and values of all kv heads of one sequence, by position.
+pub(crate) trait Source: Sync {
+    /// Record of a group.
+    fn record(&self, head: usize, group: usize) -> &[u8];
+    /// K `[D][32]` and V `[32][D]` of the 32 tokens from `position`, which no query of the task sees packed.
+    fn f16_block(&self, head: usize, position: usize) -> (&[f16], &[f16]);
+    /// The same for 32 packed tokens, dequantized to f16.
+    fn dequantized_block(&self, head: usize, position: usize) -> (&[f16], &[f16]);
+    /// K and V `[sinks][D]` of the sink tokens.
+    fn sinks(&self, head: usize) -> (&[f16], &[f16]);
+}
+
+/// One range of keys for some query vectors of one kv head.
+pub(crate) struct Task<'a> {
+    pub source: &'a dyn Source,
+    pub head: usize,
+    pub head_dim: usize,
+    /// Layout of records; None: packed positions are read with [`Source::dequantized_block`].
+    pub records: Option<&'a RecordLayout>,
+    /// Positions; starts at a multiple of [`RANGE_LEN`] and is at most that long.
+    pub range: Range<usize>,
+    /// Positions before this one are packed, sinks excepted.
+    pub edge: usize,
+    /// Sink tokens (0 when nothing is packed).
+    pub sinks: usize,
+    /// Positions before this one are not seen.
+    pub first_visible: usize,
+    pub softcap: Option<f32>,
+    /// Query vectors times sm_scale, `[vectors][head_dim]`.
+    pub q: &'a [f32],
+    /// Last visible position of each query vector.
+    pub last_visible: &'a [usize],
+}
+
+/// The vector operations of one instruction set. A value of an implementing type proves that the processor has it.
+///
+/// Matrices are f32 with a row `stride`; row h belongs to query vector h of H.
+pub(crate) trait Kernel: Copy {
+    /// Multipliers made by [`Kernel::fold`].
+    type Folded<const H: usize>;
+    fn folded<const H: usize>(self) -> Self::Folded<H>;
+    /// Folds `x[h][i] * scales[i]` for the panels that follow. `scales.len()` is a multiple of 16, at most [`MAX_FOLD`].
+    fn fold<const H: usize>(self, x: &[f32], stride: usize, scales: &[f16], folded: &mut Self::Folded<H>);
+    /// `out[h][lane] += sum over rows of folded[h][row] * code[row][lane]`. `lanes` is 16 or 32. While it runs it asks
+    /// for the memory from `prefetch` on, as many bytes as `codes` has.
+    #[allow(clippy::too_many_arguments)]
+    fn panel<const H: usize>(
+        self,
+        bits: u32,
+        codes: &[u8],
+        lanes: usize,
+        folded: &Self::Folded<H>,
+        out: &mut [f32],
+        stride: usize,
+        prefetch: *const u8,
+    );
+    /// `sum over i of x[h][i] * y[i]`; the length of `y` is a multiple of 16.
+    fn dot<const H: usize>(self, x: &[f32], stride: usize, y: &[f16]) -> [f32; H];
+    /// `out[h][token] = sum over channels of q[h][channel] * k[channel][token]` for 32 tokens.
+    fn f16_scores<const H: usize>(
+        self,
+        q: &[f32],
+        head_dim: usize,
+        k: &[f16],
+        out: &mut [f32],
+        stride: usize,
+        prefetch: *const u8,
+    );
+    /// `out[h][channel] += sum over tokens of p[h][token] * v[token][channel]`; v has rows of `head_dim`.
+    #[allow(clippy::too_many_arguments)]
+    fn f16_values<const H: usize>(
+        self,
+        p: &[f32],
+        stride: usize,
+        v: &[f16],
+        head_dim: usize,
+        out: &mut [f32],
+        prefetch: *const u8,
+    );
+    /// Largest score; the length is a multiple of 16.
+    fn max(self, scores: &[f32]) -> f32;
+    /// `scores[i] = exp(scores[i] - max)`, exactly 0 for -inf; returns the sum.
+    fn exp(self, scores: &mut [f32], max: f32) -> f32;
+}
+
+#[repr(align(64))]
+struct Scores<const H: usize>([[f32; RANGE_LEN]; H]);
+
+#[repr(align(64))]
+struct Output<const H: usize>([[f32; MAX_FOLD]; H]);
+
+/// Attends the range for all query vectors, [`MAX_VECTORS`] at a time, and gives each vector's partial state
+/// `(vector, m, l, o)` to `push`. A vector's state does not depend on its neighbours.
+pub(crate) fn attend_range<K: Kernel>(kernel: K, task: &Task<'_>, push: &mut dyn FnMut(usize, f32, f32, &[f32])) {
+    let vectors = task.last_visible.len();
+    let mut first = 0;
+    while first < vectors {
+        let n = MAX_VECTORS.min(vectors - first);
+        match n {
+            1 => attend_vectors::<K, 1>(kernel, task, first, push),
+            2 => attend_vectors::<K, 2>(kernel, task, first, push),
+            3 => attend_vectors::<K, 3>(kernel, task, first, push),
+            _ => attend_vectors::<K, 4>(kernel, task, first, push),
+        }
+        first += n;
+    }
+}
+
+fn attend_vectors<K: Kernel, const H: usize>(
+    kernel: K,
+    task: &Task<'_>,
+    first: usize,
+    push: &mut dyn FnMut(usize, f32, f32, &[f32]),
+) {
+    let (d, base) = (task.head_dim, task.range.start);
+    let q = &task.q[first * d..][..H * d];
+    let last_visible = &task.last_visible[first..][..H];
+    // Positions nobody of these vectors sees are not even read.
+    let end = task.range.end.min(last_visible.iter().max().expect("H >= 1") + 1);
+    if end <= base || end <= task.first_visible {
+        return;
+    }
+    let keys = Keys { task, packed: base..task.edge.min(end).max(base), f16: task.edge.clamp(base, end)..end };
+    let sinks = if base == 0 { task.sinks.min(end) } else { 0 };
+
+    let mut scores = Scores([[0.0; RANGE_LEN]; H]);
+    let mut folded = kernel.folded::<H>();
+    keys.scores(kernel, q, scores.0.as_flattened_mut(), &mut folded);
+    for j in 0..sinks {
+        let dots = kernel.dot::<H>(q, d, &task.source.sinks(task.head).0[j * d..][..d]);
+        (0..H).for_each(|h| scores.0[h][j] = dots[h]);
+    }
+
+    let padded = keys.padded_len();
+    let (mut m, mut l) = ([f32::NEG_INFINITY; H], [0.0; H]);
+    for h in 0..H {
+        let row = &mut scores.0[h][..padded];
+        if let Some(cap) = task.softcap {
+            row.iter_mut().for_each(|s| *s = cap * (*s / cap).tanh());
+        }
+        row[..task.first_visible.saturating_sub(base).min(padded)].fill(f32::NEG_INFINITY);
+        row[(last_visible[h] + 1).clamp(base, end) - base..].fill(f32::NEG_INFINITY);
+        m[h] = kernel.max(row);
+        if m[h] == f32::NEG_INFINITY {
+            row.fill(0.0);
+        } else {
+            l[h] = kernel.exp(row, m[h]);
+        }
+    }
+
+    let mut out = Output([[0.0; MAX_FOLD]; H]);
+    for j in 0..sinks {
+        let v = &task.source.sinks(task.head).1[j * d..][..d];
+        for h in 0..H {
+            // The packed codes of a sink token are not its values: its weight is spent here.
+            let p = std::mem::take(&mut scores.0[h][j]);
+            (0..d).for_each(|i| out.0[h][i] += p * v[i].to_f32());
+        }
+    }
+    keys.values(kernel, scores.0.as_flattened(), out.0.as_flattened_mut(), &mut folded);
+    for h in 0..H {
+        push(first + h, m[h], l[h], &out.0[h][..d]);
+    }
+}
+
+/// The keys of a range: packed positions, then f16 positions.
+struct Keys<'a> {
+    task: &'a Task<'a>,
+    packed: Range<usize>,
+    f16: Range<usize>,
+}
+
+impl Keys<'_> {
+    fn base(&self) -> usize {
+        self.task.range.start
+    }
+
+    /// Length of the scores that the kernels write: whole groups and blocks.
+    fn padded_len(&self) -> usize {
+        let step = match self.task.records {
+            Some(layout) if self.f16.is_empty() => layout.group_len,
+            _ => F16_BLOCK_LEN,
+        };
+        (self.f16.end - self.base()).next_multiple_of(step)
+    }
+
+    /// `(position, record)` of the groups of the packed part.
+    fn records<'a>(&'a self, layout: &'a RecordLayout) -> impl Iterator<Item = (usize, &'a [u8])> {
+        let groups = self.packed.start / layout.group_len..self.packed.end.div_ceil(layout.group_len);
+        groups.map(|g| (g * layout.group_len, self.task.source.record(self.task.head, g)))
+    }
+
+    /// `(position, K, V)` of the f16 blocks: the dequantized packed part (when records are not read), then the f16 part.
+    fn f16_blocks(&self) -> impl Iterator<Item = (usize, (&[f16], &[f16]))> {
+        let (source, head) = (self.task.source, self.task.head);
+        let packed = if self.task.records.is_none() { self.packed.clone() } else { 0..0 };
+        let packed = packed.step_by(F16_BLOCK_LEN).map(move |p| (p, source.dequantized_block(head, p)));
+        let plain = self.f16.clone().step_by(F16_BLOCK_LEN).map(move |p| (p, source.f16_block(head, p)));
+        packed.chain(plain)
+    }
+
+    /// Scores of every key; `out`: `[H][RANGE_LEN]`.
+    fn scores<K: Kernel, const H: usize>(&self, kernel: K, q: &[f32], out: &mut [f32], folded: &mut K::Folded<H>) {
+        let d = self.task.head_dim;
+        if let Some(layout) = self.task.records {
+            let mut records = self.records(layout).peekable();
+            while let Some((position, record)) = records.next() {
+                let next = records.peek().map_or(record.as_ptr(), |r| r.1.as_ptr());
+                let (scales, zeros) = layout.k_params(record);
+                kernel.fold::<H>(q, d, scales, folded);
+                let zero = kernel.dot::<H>(q, d, zeros);
+                let at = position - self.base();
+                (0..H).for_each(|h| out[h * RANGE_LEN + at..][..layout.group_len].fill(zero[h]));
+                for p in layout.k_panels() {
+                    let out = &mut out[at + p.first_lane..];
+                    let ahead = next.wrapping_add(p.bytes.start);
+                    kernel.panel::<H>(layout.k_bits, &record[p.bytes], p.lanes, folded, out, RANGE_LEN, ahead);
+                }
+            }
+        }
+        let mut blocks = self.f16_blocks().peekable();
+        while let Some((position, (k, _))) = blocks.next() {
+            let next = blocks.peek().map_or(k.as_ptr(), |b| b.1.0.as_ptr()).cast();
+            kernel.f16_scores::<H>(q, d, k, &mut out[position - self.base()..], RANGE_LEN, next);
+        }
+    }
+
+    /// Adds every key's value; `p`: `[H][RANGE_LEN]` weights, `out`: `[H][MAX_FOLD]`.
+    fn values<K: Kernel, const H: usize>(&self, kernel: K, p: &[f32], out: &mut [f32], folded: &mut K::Folded<H>) {
+        let d = self.task.head_dim;
+        if let Some(layout) = self.task.records {
+            // At most head_dim / 32 channel groups.
+            let mut zero_sums = [[0.0; H]; MAX_FOLD / 32];
+            let mut records = self.records(layout).peekable();
+            while let Some((position, record)) = records.next() {
+                let next = records.peek().map_or(record.as_ptr(), |r| r.1.as_ptr());
+                let p = &p[position - self.base()..];
+                let mut panels = layout.v_panels().peekable();
+                for group in 0..layout.v_groups() {
+                    let (scales, zeros) = layout.v_params(record, group);
+                    kernel.fold::<H>(p, RANGE_LEN, scales, folded);
+                    let zero = kernel.dot::<H>(p, RANGE_LEN, zeros);
+                    (0..H).for_each(|h| zero_sums[group][h] += zero[h]);
+                    let channels = layout.v_channels(group);
+                    while let Some(p) = panels.next_if(|p| channels.contains(&p.first_lane)) {
+                        let ahead = next.wrapping_add(p.bytes.start);
+                        let out = &mut out[p.first_lane..];
+                        kernel.panel::<H>(layout.v_bits, &record[p.bytes], p.lanes, folded, out, MAX_FOLD, ahead);
+                    }
+                }
+            }
+            for group in 0..layout.v_groups() {
+                for h in 0..H {
+                    let channels = &mut out[h * MAX_FOLD..][layout.v_channels(group)];
+                    channels.iter_mut().for_each(|x| *x += zero_sums[group][h]);
+                }
+            }
+        }
+        let mut blocks = self.f16_blocks().peekable();
+        while let Some((position, (_, v))) = blocks.next() {
+            let next = blocks.peek().map_or(v.as_ptr(), |b| b.1.1.as_ptr()).cast();
+            // Tokens past the end have weight 0, but nobody promises that their bytes are numbers worth reading.
+            let tokens = F16_BLOCK_LEN.min(self.f16.end - position);
+            kernel.f16_values::<H>(&p[position - self.base()..], RANGE_LEN, &v[..tokens * d], d, out, next);
+        }
+    }
+}

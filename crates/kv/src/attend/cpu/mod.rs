@@ -1,0 +1,57 @@
+//! CPU kernels: the VARIANTS table, best first. A new variant is one file and one line here; selection, `--kernel`,
+//! logs, parity tests and benches read this table.
+//! NOT here: the attention loop (generic.rs), validation and threads (attend/mod.rs, plan.rs).
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+pub(crate) mod generic;
+mod portable;
+
+use generic::{Task, attend_range};
+
+/// One way to attend a range of keys.
+pub(crate) struct Variant {
+    pub name: &'static str,
+    /// Whether this processor can run it, or what it lacks.
+    pub available: fn() -> Result<(), String>,
+    /// Attends one range for the task's query vectors. Panics when not available.
+    pub run: fn(&Task<'_>, &mut dyn FnMut(usize, f32, f32, &[f32])),
+    /// Largest relative L2 error over packed records, against the f64 reference.
+    pub packed_tolerance: f64,
+    /// The same over f16 rows.
+    pub f16_tolerance: f64,
+}
+
+/// Every variant of this build, best first.
+pub(crate) const VARIANTS: &[Variant] = &[
+    #[cfg(target_arch = "x86_64")]
+    Variant {
+        name: "avx512-vnni",
+        available: || available(avx512::Avx512Vnni::new(), avx512::NEEDS),
+        run: |task, push| attend_range(avx512::Avx512Vnni::new().expect("checked by available"), task, push),
+        packed_tolerance: 3e-3,
+        f16_tolerance: 1e-4,
+    },
+    #[cfg(target_arch = "x86_64")]
+    Variant {
+        name: "avx2",
+        available: || available(avx2::Avx2::new(), avx2::NEEDS),
+        run: |task, push| attend_range(avx2::Avx2::new().expect("checked by available"), task, push),
+        packed_tolerance: 1e-4,
+        f16_tolerance: 1e-4,
+    },
+    Variant {
+        name: "portable",
+        available: || Ok(()),
+        run: |task, push| attend_range(portable::Portable, task, push),
+        packed_tolerance: 1e-4,
+        f16_tolerance: 1e-4,
+    },
+];
+
+#[cfg(target_arch = "x86_64")]
+fn available<T>(proof: Option<T>, needs: &str) -> Result<(), String> {
+    proof.map(|_| ()).ok_or_else(|| format!("this processor lacks one of {needs}"))
+}

@@ -1,0 +1,134 @@
+//! From problems to units of work. In: problems (a sequence's rows in a layer); out: attention outputs.
+//!
+//! Rows are cut into tiles in which `edge` is constant; a unit is one tile, one kv head and a run of key ranges. Ranges
+//! are fixed by position and merged in order, so that bits depend on neither threads nor batch.
+//! NOT here: validation (mod.rs), arithmetic (cpu/, softmax.rs).
+
+use super::cpu::Variant;
+use super::cpu::generic::{RANGE_LEN, Source, Task};
+use super::softmax::States;
+use super::threads::Threads;
+use crate::LayerShape;
+use crate::cache::layout::RecordLayout;
+use std::ops::Range;
+
+/// Most rows of a tile: the states of its vectors stay in the second-level cache while the keys go by.
+const TILE_ROWS: usize = 32;
+/// Tiles of at most this many query vectors per kv head are split by key range among threads; larger ones have work
+/// enough for one thread as they are.
+const SPLIT_VECTORS: usize = 16;
+
+/// The newest rows of one sequence in one layer, to be attended.
+pub(crate) struct Problem<'a> {
+    pub source: &'a dyn Source,
+    pub shape: LayerShape,
+    /// None: packed positions are read dequantized.
+    pub records: Option<&'a RecordLayout>,
+    pub sinks: usize,
+    /// Keys before `edge(position)` are packed for a query at `position`.
+    pub edge: &'a (dyn Fn(usize) -> usize + Sync),
+    /// Positions of the rows.
+    pub positions: Range<usize>,
+    pub first_visible: usize,
+    /// First row of this problem in q and out.
+    pub first_row: usize,
+    pub sm_scale: f32,
+    pub softcap: Option<f32>,
+    /// `[q_heads]`
+    pub sink_logits: Option<&'a [f32]>,
+}
+
+/// Rows of one problem with the same edge.
+struct Tile {
+    problem: usize,
+    positions: Range<usize>,
+    edge: usize,
+}
+
+struct Unit {
+    tile: usize,
+    head: usize,
+    ranges: Range<usize>,
+}
+
+/// Attends every problem. Shapes: `q`, `out`: `[rows of all problems][q_heads][head_dim]`, all of one shape.
+pub(crate) fn run(variant: &Variant, threads: &Threads, problems: &[Problem<'_>], q: &[f32], out: &mut [f32]) {
+    let tiles = tiles(problems);
+    let units = units(problems, &tiles);
+    let states = threads.map(units.len(), |i| attend_unit(variant, problems, &tiles, &units[i], q));
+    let mut results = units.iter().zip(states).peekable();
+    while let Some((unit, mut merged)) = results.next() {
+        while let Some((_, next)) = results.next_if(|(u, _)| (u.tile, u.head) == (unit.tile, unit.head)) {
+            merged.merge_all(&next);
+        }
+        let tile = &tiles[unit.tile];
+        let p = &problems[tile.problem];
+        for (i, at) in vectors(p, tile, unit.head).enumerate() {
+            let sink = p.sink_logits.map(|s| s[unit.head * p.shape.gqa_ratio() + i % p.shape.gqa_ratio()]);
+            merged.finish(i, sink, &mut out[at..at + p.shape.head_dim]);
+        }
+    }
+}
+
+fn tiles(problems: &[Problem<'_>]) -> Vec<Tile> {
+    let mut tiles: Vec<Tile> = Vec::new();
+    for (problem, p) in problems.iter().enumerate() {
+        for position in p.positions.clone() {
+            let edge = (p.edge)(position);
+            match tiles.last_mut() {
+                Some(t) if t.problem == problem && t.edge == edge && t.positions.len() < TILE_ROWS => {
+                    t.positions.end = position + 1;
+                }
+                _ => tiles.push(Tile { problem, positions: position..position + 1, edge }),
+            }
+        }
+    }
+    tiles
+}
+
+fn units(problems: &[Problem<'_>], tiles: &[Tile]) -> Vec<Unit> {
+    let mut units = Vec::new();
+    for (tile, t) in tiles.iter().enumerate() {
+        let p = &problems[t.problem];
+        let ranges = p.first_visible.min(t.positions.end - 1) / RANGE_LEN..t.positions.end.div_ceil(RANGE_LEN);
+        let step = if t.positions.len() * p.shape.gqa_ratio() <= SPLIT_VECTORS { 1 } else { ranges.len() };
+        for head in 0..p.shape.kv_heads {
+            units.extend(ranges.clone().step_by(step).map(|r| Unit { tile, head, ranges: r..r + step }));
+        }
+    }
+    units
+}
+
+/// Where each query vector of a tile and kv head begins in q and out: row by row, the head's query heads in order.
+fn vectors<'a>(p: &'a Problem<'_>, tile: &Tile, head: usize) -> impl Iterator<Item = usize> + use<'a> {
+    let (d, ratio) = (p.shape.head_dim, p.shape.gqa_ratio());
+    let rows = tile.positions.start - p.positions.start..tile.positions.end - p.positions.start;
+    rows.flat_map(move |row| (0..ratio).map(move |i| ((p.first_row + row) * p.shape.q_heads + head * ratio + i) * d))
+}
+
+fn attend_unit(variant: &Variant, problems: &[Problem<'_>], tiles: &[Tile], unit: &Unit, q: &[f32]) -> States {
+    let tile = &tiles[unit.tile];
+    let p = &problems[tile.problem];
+    let (d, ratio) = (p.shape.head_dim, p.shape.gqa_ratio());
+    let mut scaled = Vec::with_capacity(tile.positions.len() * ratio * d);
+    vectors(p, tile, unit.head).for_each(|at| scaled.extend(q[at..at + d].iter().map(|x| x * p.sm_scale)));
+    let last_visible: Vec<_> = tile.positions.clone().flat_map(|p| std::iter::repeat_n(p, ratio)).collect();
+    let mut states = States::init(last_visible.len(), d);
+    for r in unit.ranges.clone() {
+        let task = Task {
+            source: p.source,
+            head: unit.head,
+            head_dim: d,
+            records: p.records,
+            range: r * RANGE_LEN..((r + 1) * RANGE_LEN).min(tile.positions.end),
+            edge: tile.edge,
+            sinks: if tile.edge > 0 { p.sinks } else { 0 },
+            first_visible: p.first_visible,
+            softcap: p.softcap,
+            q: &scaled,
+            last_visible: &last_visible,
+        };
+        (variant.run)(&task, &mut |i, m, l, o| states.merge(i, m, l, o));
+    }
+    states
+}

@@ -1,0 +1,194 @@
+//! Byte layout: the only place that computes offsets. In: a shape and a scheme; out: where each part lies.
+//! docs/layout.md shows it by hand.
+//! NOT here: bits inside a panel (quant/pack.rs), who owns the bytes (device/, store.rs).
+
+use crate::quant::affine::Affine;
+use crate::quant::pack::{PANEL_LANES, SLOT_LANES, panel_bytes};
+use crate::{LayerShape, PackedScheme};
+use half::f16;
+use std::ops::Range;
+
+/// Tokens of one block of f16 rows: one panel's lanes, and a divisor of every group_len.
+pub(crate) const F16_BLOCK_LEN: usize = 32;
+
+/// The record of one (layer, kv head, group of tokens).
+///
+/// Parts, contiguous, in this order (G = group_len, D = head_dim, V = number of channel groups):
+/// 1. K params: scale f16 `[D]`, zero f16 `[D]`
+/// 2. K codes: `G/32` panels of 32 lanes (tokens) x D rows (channels)
+/// 3. V params: for each channel group: scale f16 `[G]`, zero f16 `[G]`
+/// 4. V codes: `D/32` panels of 32 lanes (channels) x G rows (tokens); one more of 16 lanes when D is no multiple of 32
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct RecordLayout {
+    pub head_dim: usize,
+    pub group_len: usize,
+    pub k_bits: u32,
+    pub v_bits: u32,
+    /// Channels of a value group (the last may be shorter).
+    pub v_group_len: usize,
+    k_codes: usize,
+    v_params: usize,
+    v_codes: usize,
+    pub record_bytes: usize,
+}
+
+/// Bytes of one scale or zero.
+const PARAM_BYTES: usize = 2;
+
+impl RecordLayout {
+    pub(crate) fn new(head_dim: usize, scheme: &PackedScheme) -> Self {
+        Self::from_parts(head_dim, scheme.group_len(), scheme.k_bits(), scheme.v_bits())
+    }
+
+    pub(crate) fn from_parts(head_dim: usize, group_len: usize, k_bits: u32, v_bits: u32) -> Self {
+        let v_group_len = group_len.min(head_dim);
+        let k_codes = 2 * PARAM_BYTES * head_dim;
+        let v_params = k_codes + panel_bytes(k_bits, group_len, head_dim);
+        let v_codes = v_params + 2 * PARAM_BYTES * group_len * head_dim.div_ceil(v_group_len);
+        let record_bytes = v_codes + panel_bytes(v_bits, head_dim, group_len);
+        Self { head_dim, group_len, k_bits, v_bits, v_group_len, k_codes, v_params, v_codes, record_bytes }
+    }
+
+    /// Number of channel groups of a value row.
+    pub(crate) fn v_groups(&self) -> usize {
+        self.head_dim.div_ceil(self.v_group_len)
+    }
+
+    /// Channels of value group `group`.
+    pub(crate) fn v_channels(&self, group: usize) -> Range<usize> {
+        group * self.v_group_len..((group + 1) * self.v_group_len).min(self.head_dim)
+    }
+
+    /// Scales and zeros of the keys, one per channel: `[D]` each.
+    pub(crate) fn k_params<'a>(&self, record: &'a [u8]) -> (&'a [f16], &'a [f16]) {
+        params(&record[..self.k_codes], self.head_dim)
+    }
+
+    /// Scales and zeros of value group `group`, one per token: `[G]` each.
+    pub(crate) fn v_params<'a>(&self, record: &'a [u8], group: usize) -> (&'a [f16], &'a [f16]) {
+        let bytes = 2 * PARAM_BYTES * self.group_len;
+        params(&record[self.v_params + group * bytes..][..bytes], self.group_len)
+    }
+
+    /// Panels of the keys: lanes are tokens.
+    pub(crate) fn k_panels(&self) -> impl Iterator<Item = Panel> + use<> {
+        panels(self.k_codes, self.k_bits, self.group_len, self.head_dim)
+    }
+
+    /// Panels of the values: lanes are channels.
+    pub(crate) fn v_panels(&self) -> impl Iterator<Item = Panel> + use<> {
+        panels(self.v_codes, self.v_bits, self.head_dim, self.group_len)
+    }
+
+    /// Writes the key parameters of a channel.
+    pub(crate) fn set_k_params(&self, record: &mut [u8], channel: usize, affine: Affine) {
+        set_params(&mut record[..self.k_codes], self.head_dim, channel, affine);
+    }
+
+    /// Writes the value parameters of a token in a channel group.
+    pub(crate) fn set_v_params(&self, record: &mut [u8], group: usize, token: usize, affine: Affine) {
+        let bytes = 2 * PARAM_BYTES * self.group_len;
+        set_params(&mut record[self.v_params + group * bytes..][..bytes], self.group_len, token, affine);
+    }
+}
+
+/// One panel of a record.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Panel {
+    pub bytes: Range<usize>,
+    /// First token (keys) or channel (values).
+    pub first_lane: usize,
+    /// 32, or 16 for the last value panel of head_dim 80.
+    pub lanes: usize,
+}
+
+fn panels(start: usize, bits: u32, lanes_in_all: usize, rows: usize) -> impl Iterator<Item = Panel> {
+    (0..lanes_in_all.div_ceil(PANEL_LANES)).map(move |i| {
+        let lanes = PANEL_LANES.min(lanes_in_all - i * PANEL_LANES);
+        debug_assert!(lanes.is_multiple_of(SLOT_LANES));
+        let from = start + i * panel_bytes(bits, PANEL_LANES, rows);
+        Panel { bytes: from..from + panel_bytes(bits, lanes, rows), first_lane: i * PANEL_LANES, lanes }
+    })
+}
+
+fn params(bytes: &[u8], n: usize) -> (&[f16], &[f16]) {
+    bytemuck::cast_slice(bytes).split_at(n)
+}
+
+fn set_params(bytes: &mut [u8], n: usize, i: usize, affine: Affine) {
+    let words: &mut [f16] = bytemuck::cast_slice_mut(bytes);
+    words[i] = affine.scale;
+    words[n + i] = affine.zero;
+}
+
+/// A block of f16 rows of one layer: for each kv head K `[D][tokens]` (transposed: lanes are tokens, as in a panel),
+/// then V `[tokens][D]`. `tokens` is 32. The sink block has the same shape with `tokens` = sinks, but K as `[tokens][D]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct F16Layout {
+    pub head_dim: usize,
+    pub tokens: usize,
+}
+
+impl F16Layout {
+    pub(crate) fn block(shape: &LayerShape) -> Self {
+        Self { head_dim: shape.head_dim, tokens: F16_BLOCK_LEN }
+    }
+
+    /// Bytes of one head's K and V.
+    pub(crate) fn head_bytes(&self) -> usize {
+        2 * self.tensor_bytes()
+    }
+
+    fn tensor_bytes(&self) -> usize {
+        self.tokens * self.head_dim * size_of::<f16>()
+    }
+
+    /// K `[D][tokens]` and V `[tokens][D]` of one head.
+    pub(crate) fn head<'a>(&self, block: &'a [u8], head: usize) -> (&'a [f16], &'a [f16]) {
+        let bytes = &block[head * self.head_bytes()..][..self.head_bytes()];
+        bytemuck::cast_slice(bytes).split_at(self.tokens * self.head_dim)
+    }
+
+    /// See [`F16Layout::head`].
+    pub(crate) fn head_mut<'a>(&self, block: &'a mut [u8], head: usize) -> (&'a mut [f16], &'a mut [f16]) {
+        let bytes = &mut block[head * self.head_bytes()..][..self.head_bytes()];
+        bytemuck::cast_slice_mut(bytes).split_at_mut(self.tokens * self.head_dim)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Scheme;
+
+    #[test]
+    fn record_bytes_are_the_effective_bits() {
+        for d in crate::shape::HEAD_DIMS {
+            for text in ["k4v4g64", "k2v8g32", "k3v2g128", "k8v3g64"] {
+                let scheme: Scheme = text.parse().unwrap();
+                let p = scheme.packed().unwrap();
+                let l = RecordLayout::new(d, p);
+                let bits = 2.0 * scheme.bits_per_element(d) * (d * p.group_len()) as f64;
+                assert_eq!(l.record_bytes as f64, bits / 8.0, "{text} {d}");
+                assert_eq!(l.record_bytes % 64, 0);
+                let k: Vec<_> = l.k_panels().collect();
+                let v: Vec<_> = l.v_panels().collect();
+                assert_eq!(k[0].bytes.start, 4 * d);
+                assert_eq!(k.last().unwrap().bytes.end, l.v_params);
+                assert_eq!(v[0].bytes.start, l.v_codes);
+                assert_eq!(v.last().unwrap().bytes.end, l.record_bytes);
+                assert_eq!(v.iter().map(|p| p.lanes).sum::<usize>(), d);
+            }
+        }
+    }
+
+    #[test]
+    fn the_example_of_the_layout_page() {
+        let l = RecordLayout::from_parts(64, 32, 4, 4);
+        assert_eq!((l.k_codes, l.v_params, l.v_codes, l.record_bytes), (256, 1280, 1536, 2560));
+        let l = RecordLayout::from_parts(80, 64, 4, 4);
+        assert_eq!(l.v_groups(), 2);
+        assert_eq!(l.v_channels(1), 64..80);
+        assert_eq!(l.v_panels().map(|p| p.lanes).collect::<Vec<_>>(), [32, 32, 16]);
+    }
+}

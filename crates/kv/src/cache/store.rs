@@ -1,0 +1,327 @@
+//! One sequence in one layer. In: rows and positions; out: blocks that hold them, packed up to `edge` of the newest.
+//! Invariants: `groups` covers `[0, packed_len(len))`; `tail` covers `[tail_start, len)` with
+//! `tail_start = packed_len(committed)`, so that every row since the last commit finds the f16 keys it sees.
+//! NOT here: several sequences, checks of a call (cache/mod.rs), the formula (quant/).
+
+use super::layout::{F16_BLOCK_LEN, F16Layout, RecordLayout};
+use crate::append::record::{Scratch, dequantize_record, write_record};
+use crate::append::rows::{write_row, write_sink};
+use crate::device::cpu::{Block, BlockPool};
+use crate::{Error, LayerShape, PackedScheme, Scheme};
+use half::f16;
+
+/// What a layer needs to store tokens.
+pub(crate) struct LayerSpec {
+    pub shape: LayerShape,
+    pub scheme: Scheme,
+    pub record: Option<RecordLayout>,
+    pub f16: F16Layout,
+    pub sinks: F16Layout,
+    /// Indices into [`Pools`].
+    record_pool: usize,
+    f16_pool: usize,
+    sink_pool: usize,
+}
+
+/// One pool per block size and use.
+#[derive(Default)]
+pub(crate) struct Pools {
+    pools: Vec<(BlockUse, BlockPool)>,
+}
+
+/// What blocks are used for: each use is counted apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum BlockUse {
+    Records,
+    Window,
+    Copy,
+}
+
+impl Pools {
+    fn index_of(&mut self, block_use: BlockUse, block_bytes: usize) -> usize {
+        let found = self.pools.iter().position(|(u, p)| *u == block_use && p.block_bytes() == block_bytes);
+        found.unwrap_or_else(|| {
+            self.pools.push((block_use, BlockPool::new(block_bytes)));
+            self.pools.len() - 1
+        })
+    }
+
+    pub(crate) fn in_use_bytes(&self, block_use: BlockUse) -> usize {
+        self.pools.iter().filter(|(u, _)| *u == block_use).map(|(_, p)| p.in_use_bytes()).sum()
+    }
+
+    pub(crate) fn get(&self, index: usize) -> &BlockPool {
+        &self.pools[index].1
+    }
+
+    fn get_mut(&mut self, index: usize) -> &mut BlockPool {
+        &mut self.pools[index].1
+    }
+}
+
+impl LayerSpec {
+    pub(crate) fn new(shape: LayerShape, scheme: Scheme, pools: &mut Pools) -> Self {
+        let record = scheme.packed().map(|p| RecordLayout::new(shape.head_dim, p));
+        let f16 = F16Layout::block(&shape);
+        let sinks = F16Layout { tokens: scheme.packed().map_or(0, PackedScheme::sinks), ..f16 };
+        let block = f16.head_bytes() * shape.kv_heads;
+        let record_bytes = record.as_ref().map_or(block, |r| r.record_bytes * shape.kv_heads);
+        let sink_bytes = if sinks.tokens > 0 { sinks.head_bytes() * shape.kv_heads } else { block };
+        Self {
+            shape,
+            scheme,
+            record,
+            f16,
+            sinks,
+            record_pool: pools.index_of(BlockUse::Records, record_bytes),
+            f16_pool: pools.index_of(BlockUse::Window, block),
+            sink_pool: pools.index_of(BlockUse::Window, sink_bytes),
+        }
+    }
+
+    /// The pool of the dequant-once arm's f16 copy.
+    pub(crate) fn copy_pool(&self, pools: &mut Pools) -> usize {
+        pools.index_of(BlockUse::Copy, self.f16.head_bytes() * self.shape.kv_heads)
+    }
+}
+
+/// The blocks of one sequence in one layer.
+#[derive(Default)]
+pub(crate) struct Store {
+    pub len: usize,
+    pub committed: usize,
+    sink_block: Option<Block>,
+    groups: Vec<Block>,
+    /// f16 copy of `groups` (dequant-once arm), 32 tokens each.
+    copy: Vec<Block>,
+    tail: Vec<Block>,
+    tail_start: usize,
+}
+
+impl Store {
+    /// Appends rows. Shapes: `k`, `v`: f16 `[rows][kv_heads][head_dim]`, all finite.
+    /// On [`Error::OutOfMemory`] nothing has changed: every block is taken before the first byte is written.
+    pub(crate) fn append(
+        &mut self,
+        spec: &LayerSpec,
+        copy_pool: Option<usize>,
+        pools: &mut Pools,
+        scratch: &mut Scratch,
+        k: &[f16],
+        v: &[f16],
+    ) -> Result<(), Error> {
+        let row_len = spec.shape.row_len();
+        let new_len = self.len + k.len() / row_len;
+        let group_len = spec.scheme.packed().map_or(usize::MAX, PackedScheme::group_len);
+        let new_groups = spec.scheme.packed_len(new_len) / group_len - self.groups.len();
+        let new_tail = (new_len - self.tail_start).div_ceil(F16_BLOCK_LEN) - self.tail.len();
+        let new_copy = copy_pool.map_or(0, |_| new_groups * (group_len / F16_BLOCK_LEN));
+        let need_sinks = self.sink_block.is_none() && spec.sinks.tokens > 0;
+
+        let mut taken = Vec::new();
+        let wanted = [
+            (spec.f16_pool, new_tail),
+            (spec.record_pool, new_groups),
+            (copy_pool.unwrap_or(0), new_copy),
+            (spec.sink_pool, usize::from(need_sinks)),
+        ];
+        for pool in wanted.into_iter().flat_map(|(pool, n)| std::iter::repeat_n(pool, n)) {
+            match pools.get_mut(pool).alloc() {
+                Ok(block) => taken.push((pool, block)),
+                Err(e) => {
+                    taken.into_iter().for_each(|(pool, block)| pools.get_mut(pool).free(block));
+                    return Err(e);
+                }
+            }
+        }
+        let mut taken = taken.into_iter().map(|(_, block)| block);
+        self.tail.extend(taken.by_ref().take(new_tail));
+        let records: Vec<_> = taken.by_ref().take(new_groups).collect();
+        self.copy.extend(taken.by_ref().take(new_copy));
+        if need_sinks {
+            self.sink_block = taken.next();
+        }
+
+        for (i, (k, v)) in k.chunks_exact(row_len).zip(v.chunks_exact(row_len)).enumerate() {
+            let position = self.len + i;
+            if position < spec.sinks.tokens {
+                let block = self.sink_block.as_ref().expect("taken with the first row");
+                write_sink(&spec.sinks, pools.get_mut(spec.sink_pool).bytes_mut(block), position, k, v);
+            }
+            let (block, slot) = self.tail_slot(position);
+            write_row(&spec.f16, pools.get_mut(spec.f16_pool).bytes_mut(block), slot, k, v);
+        }
+        self.len = new_len;
+        for block in records {
+            self.pack_group(spec, pools, scratch, block);
+            if let Some(copy_pool) = copy_pool {
+                self.copy_group(spec, copy_pool, pools);
+            }
+        }
+        Ok(())
+    }
+
+    /// The tail block and the slot in it of a position.
+    fn tail_slot(&self, position: usize) -> (&Block, usize) {
+        let at = position - self.tail_start;
+        (&self.tail[at / F16_BLOCK_LEN], at % F16_BLOCK_LEN)
+    }
+
+    /// Packs the next group into `block`.
+    fn pack_group(&mut self, spec: &LayerSpec, pools: &mut Pools, scratch: &mut Scratch, block: Block) {
+        let layout = spec.record.as_ref().expect("only packed schemes have groups");
+        let start = self.groups.len() * layout.group_len;
+        let sinks = spec.sinks.tokens.saturating_sub(start);
+        let first = (start - self.tail_start) / F16_BLOCK_LEN;
+        let rows = &self.tail[first..first + layout.group_len / F16_BLOCK_LEN];
+        // The record pool and the f16 pool are two entries of one list; the borrow ends with each head's copy.
+        let mut record = vec![0u8; layout.record_bytes];
+        for head in 0..spec.shape.kv_heads {
+            let f16_pool = pools.get(spec.f16_pool);
+            let blocks: Vec<_> = rows.iter().map(|b| spec.f16.head(f16_pool.bytes(b), head)).collect();
+            write_record(layout, &blocks, sinks, &mut record, scratch);
+            let out = pools.get_mut(spec.record_pool).bytes_mut(&block);
+            out[head * layout.record_bytes..][..layout.record_bytes].copy_from_slice(&record);
+        }
+        self.groups.push(block);
+    }
+
+    /// Fills the f16 copy of the newest group.
+    fn copy_group(&mut self, spec: &LayerSpec, copy_pool: usize, pools: &mut Pools) {
+        let layout = spec.record.as_ref().expect("only packed schemes have groups");
+        let per_group = layout.group_len / F16_BLOCK_LEN;
+        let newest = self.groups.len() - 1;
+        for head in 0..spec.shape.kv_heads {
+            let record = pools.get(spec.record_pool).bytes(&self.groups[newest])[head * layout.record_bytes..]
+                [..layout.record_bytes]
+                .to_vec();
+            let mut rows = vec![f16::ZERO; 2 * layout.group_len * layout.head_dim];
+            let (k, v) = rows.split_at_mut(layout.group_len * layout.head_dim);
+            let n = F16_BLOCK_LEN * layout.head_dim;
+            let mut blocks: Vec<_> = k.chunks_exact_mut(n).zip(v.chunks_exact_mut(n)).collect();
+            dequantize_record(layout, &record, &mut blocks);
+            for (i, (k, v)) in blocks.iter().enumerate() {
+                let out = pools.get_mut(copy_pool).bytes_mut(&self.copy[newest * per_group + i]);
+                let (k_out, v_out) = spec.f16.head_mut(out, head);
+                k_out.copy_from_slice(k);
+                v_out.copy_from_slice(v);
+            }
+        }
+    }
+
+    /// Keeps every row for good and frees the f16 rows that no later query sees.
+    pub(crate) fn commit(&mut self, spec: &LayerSpec, pools: &mut Pools) {
+        self.committed = self.len;
+        let start = spec.scheme.packed_len(self.len);
+        let gone = (start - self.tail_start) / F16_BLOCK_LEN;
+        self.tail_start = start;
+        self.tail.drain(..gone).for_each(|b| pools.get_mut(spec.f16_pool).free(b));
+    }
+
+    /// Whether [`Store::trim`] to `len` tokens would find the f16 rows it needs.
+    pub(crate) fn check_trim(&self, spec: &LayerSpec, len: usize) -> Result<(), Error> {
+        if len > self.len {
+            return Err(Error::Shape { what: "tokens to trim to (at most those held)", expected: self.len, got: len });
+        }
+        if spec.scheme.packed_len(len) < self.tail_start {
+            return Err(Error::TrimPacked { to: len, len: self.len, packed: self.tail_start });
+        }
+        Ok(())
+    }
+
+    /// Drops the tokens from `len` on. Call [`Store::check_trim`] first.
+    pub(crate) fn trim(&mut self, spec: &LayerSpec, copy_pool: Option<usize>, pools: &mut Pools, len: usize) {
+        let group_len = spec.scheme.packed().map_or(usize::MAX, PackedScheme::group_len);
+        let groups = spec.scheme.packed_len(len) / group_len;
+        self.groups.drain(groups..).for_each(|b| pools.get_mut(spec.record_pool).free(b));
+        if let Some(pool) = copy_pool {
+            self.copy.drain(groups * (group_len / F16_BLOCK_LEN)..).for_each(|b| pools.get_mut(pool).free(b));
+        }
+        let tail = len.saturating_sub(self.tail_start).div_ceil(F16_BLOCK_LEN);
+        self.tail.drain(tail..).for_each(|b| pools.get_mut(spec.f16_pool).free(b));
+        if len == 0
+            && let Some(b) = self.sink_block.take()
+        {
+            pools.get_mut(spec.sink_pool).free(b);
+        }
+        self.len = len;
+        self.committed = self.committed.min(len);
+    }
+
+    /// Frees everything.
+    pub(crate) fn clear(&mut self, spec: &LayerSpec, copy_pool: Option<usize>, pools: &mut Pools) {
+        self.groups.drain(..).for_each(|b| pools.get_mut(spec.record_pool).free(b));
+        self.tail.drain(..).for_each(|b| pools.get_mut(spec.f16_pool).free(b));
+        if let Some(pool) = copy_pool {
+            self.copy.drain(..).for_each(|b| pools.get_mut(pool).free(b));
+        }
+        if let Some(b) = self.sink_block.take() {
+            pools.get_mut(spec.sink_pool).free(b);
+        }
+        *self = Self::default();
+    }
+
+    /// What attention reads.
+    pub(crate) fn view<'a>(&'a self, spec: &'a LayerSpec, copy_pool: Option<usize>, pools: &'a Pools) -> SeqView<'a> {
+        SeqView {
+            spec,
+            len: self.len,
+            records: pools.get(spec.record_pool),
+            groups: &self.groups,
+            f16_blocks: pools.get(spec.f16_pool),
+            tail: &self.tail,
+            tail_start: self.tail_start,
+            sinks: self.sink_block.as_ref().map(|b| pools.get(spec.sink_pool).bytes(b)),
+            copy: copy_pool.map(|p| (pools.get(p), &self.copy[..])),
+        }
+    }
+}
+
+/// One sequence in one layer, read only.
+#[derive(Clone, Copy)]
+pub(crate) struct SeqView<'a> {
+    pub spec: &'a LayerSpec,
+    pub len: usize,
+    records: &'a BlockPool,
+    groups: &'a [Block],
+    f16_blocks: &'a BlockPool,
+    tail: &'a [Block],
+    tail_start: usize,
+    sinks: Option<&'a [u8]>,
+    copy: Option<(&'a BlockPool, &'a [Block])>,
+}
+
+impl<'a> SeqView<'a> {
+    /// The record of one head and group.
+    pub(crate) fn record(&self, head: usize, group: usize) -> &'a [u8] {
+        let bytes = self.spec.record.as_ref().map_or(0, |r| r.record_bytes);
+        &self.records.bytes(&self.groups[group])[head * bytes..][..bytes]
+    }
+
+    /// Records held.
+    pub(crate) fn groups(&self) -> usize {
+        self.groups.len()
+    }
+
+    /// First position held as f16 rows.
+    pub(crate) fn tail_start(&self) -> usize {
+        self.tail_start
+    }
+
+    /// K `[D][32]` and V `[32][D]` of one head for the 32 tokens from `position` (a multiple of 32, >= tail_start).
+    pub(crate) fn f16_block(&self, head: usize, position: usize) -> (&'a [f16], &'a [f16]) {
+        let block = &self.tail[(position - self.tail_start) / F16_BLOCK_LEN];
+        self.spec.f16.head(self.f16_blocks.bytes(block), head)
+    }
+
+    /// The same from the dequant-once arm's copy, for packed positions.
+    pub(crate) fn copy_block(&self, head: usize, position: usize) -> Option<(&'a [f16], &'a [f16])> {
+        let (pool, blocks) = self.copy?;
+        Some(self.spec.f16.head(pool.bytes(&blocks[position / F16_BLOCK_LEN]), head))
+    }
+
+    /// K and V `[sinks][D]` of one head, when the scheme has sinks.
+    pub(crate) fn sinks(&self, head: usize) -> Option<(&'a [f16], &'a [f16])> {
+        self.sinks.map(|bytes| self.spec.sinks.head(bytes, head))
+    }
+}

@@ -1,0 +1,158 @@
+//! Blocks of main memory of one size. In: a block size; out: [`Block`] handles into large mapped chunks.
+//! Chunks are 2 MiB-aligned and marked for huge pages: with 4 KiB pages, reading a cold cache is bound by
+//! address translation instead of memory. A chunk whose blocks are all free goes back to the operating system.
+//! NOT here: a budget or eviction, and what a block holds.
+
+use crate::Error;
+use memmap2::{MmapMut, MmapOptions};
+
+/// Size and alignment of a huge page, and the smallest chunk.
+const HUGE_PAGE: usize = 2 << 20;
+/// Largest chunk: big enough to make the number of mappings small, small enough to give memory back in steps.
+const MAX_CHUNK: usize = 64 << 20;
+/// Blocks begin at multiples of this many bytes: a cache line, the width of the widest vector load.
+const ALIGN: usize = 64;
+
+/// Handle of one block of a [`BlockPool`]. Owned: not `Clone`, and only [`BlockPool::free`] takes it back.
+#[derive(Debug)]
+pub(crate) struct Block {
+    chunk: u32,
+    index: u32,
+}
+
+struct Chunk {
+    map: MmapMut,
+    /// First byte that is 2 MiB-aligned.
+    start: usize,
+    /// Indices of free blocks.
+    free: Vec<u32>,
+    blocks: u32,
+}
+
+/// Hands out zeroed blocks of one size.
+pub(crate) struct BlockPool {
+    block_bytes: usize,
+    /// Slots keep their index for life, so that handles stay valid when another chunk is unmapped.
+    chunks: Vec<Option<Chunk>>,
+    next_chunk_bytes: usize,
+    in_use: usize,
+}
+
+impl BlockPool {
+    /// `block_bytes`: a multiple of 64 (every layout is made of whole cache lines).
+    pub(crate) fn new(block_bytes: usize) -> Self {
+        assert!(block_bytes > 0 && block_bytes.is_multiple_of(ALIGN), "blocks are whole cache lines: {block_bytes}");
+        Self { block_bytes, chunks: Vec::new(), next_chunk_bytes: HUGE_PAGE, in_use: 0 }
+    }
+
+    pub(crate) fn block_bytes(&self) -> usize {
+        self.block_bytes
+    }
+
+    /// Bytes of all blocks that were handed out and not given back.
+    pub(crate) fn in_use_bytes(&self) -> usize {
+        self.in_use * self.block_bytes
+    }
+
+    /// A block whose bytes are all zero.
+    pub(crate) fn alloc(&mut self) -> Result<Block, Error> {
+        let slot = match self.chunks.iter().position(|c| c.as_ref().is_some_and(|c| !c.free.is_empty())) {
+            Some(slot) => slot,
+            None => self.map_chunk()?,
+        };
+        let chunk = self.chunks[slot].as_mut().expect("slot was just found");
+        let index = chunk.free.pop().expect("chunk has a free block");
+        self.in_use += 1;
+        Ok(Block { chunk: slot as u32, index })
+    }
+
+    /// Takes a block back. Its bytes are cleared now, so that `alloc` need not know which blocks are fresh.
+    pub(crate) fn free(&mut self, block: Block) {
+        self.bytes_mut(&block).fill(0);
+        let slot = block.chunk as usize;
+        let chunk = self.chunks[slot].as_mut().expect("block of a live chunk");
+        chunk.free.push(block.index);
+        self.in_use -= 1;
+        if chunk.free.len() == chunk.blocks as usize {
+            self.chunks[slot] = None;
+            if self.in_use == 0 {
+                self.next_chunk_bytes = HUGE_PAGE;
+            }
+        }
+    }
+
+    pub(crate) fn bytes(&self, block: &Block) -> &[u8] {
+        let chunk = self.chunks[block.chunk as usize].as_ref().expect("block of a live chunk");
+        &chunk.map[chunk.start + block.index as usize * self.block_bytes..][..self.block_bytes]
+    }
+
+    pub(crate) fn bytes_mut(&mut self, block: &Block) -> &mut [u8] {
+        let chunk = self.chunks[block.chunk as usize].as_mut().expect("block of a live chunk");
+        &mut chunk.map[chunk.start + block.index as usize * self.block_bytes..][..self.block_bytes]
+    }
+
+    /// Maps one more chunk and returns its slot. Pages that no block has touched take no memory.
+    fn map_chunk(&mut self) -> Result<usize, Error> {
+        let bytes = self.next_chunk_bytes.max(self.block_bytes.next_multiple_of(HUGE_PAGE));
+        let no_memory = |_| Error::OutOfMemory { bytes };
+        let map = MmapOptions::new().len(bytes + HUGE_PAGE).map_anon().map_err(no_memory)?;
+        // Huge pages are a wish: a kernel without them serves small ones, slower but right.
+        #[cfg(target_os = "linux")]
+        let _ = map.advise(memmap2::Advice::HugePage);
+        let start = map.as_ptr().align_offset(HUGE_PAGE);
+        let blocks = (bytes / self.block_bytes) as u32;
+        let chunk = Chunk { map, start, free: (0..blocks).rev().collect(), blocks };
+        self.next_chunk_bytes = (self.next_chunk_bytes * 2).min(MAX_CHUNK);
+        let slot = self.chunks.iter().position(Option::is_none).unwrap_or_else(|| {
+            self.chunks.push(None);
+            self.chunks.len() - 1
+        });
+        self.chunks[slot] = Some(chunk);
+        Ok(slot)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_zero_distinct_and_counted() {
+        let mut pool = BlockPool::new(1 << 20);
+        let blocks: Vec<_> = (0..5).map(|_| pool.alloc().unwrap()).collect();
+        assert_eq!(pool.in_use_bytes(), 5 << 20);
+        for (i, b) in blocks.iter().enumerate() {
+            assert!(pool.bytes(b).iter().all(|&x| x == 0));
+            pool.bytes_mut(b).fill(i as u8 + 1);
+        }
+        for (i, b) in blocks.iter().enumerate() {
+            assert!(pool.bytes(b).iter().all(|&x| x == i as u8 + 1));
+            assert_eq!(pool.bytes(b).as_ptr() as usize % ALIGN, 0);
+        }
+        for b in blocks {
+            pool.free(b);
+        }
+        assert_eq!(pool.in_use_bytes(), 0);
+        assert!(pool.chunks.iter().all(Option::is_none), "empty chunks go back");
+        let again = pool.alloc().unwrap();
+        assert!(pool.bytes(&again).iter().all(|&x| x == 0));
+    }
+
+    #[test]
+    fn a_freed_block_is_zero_when_it_comes_back() {
+        let mut pool = BlockPool::new(64);
+        let (keep, give) = (pool.alloc().unwrap(), pool.alloc().unwrap());
+        pool.bytes_mut(&give).fill(7);
+        pool.free(give);
+        let again = pool.alloc().unwrap();
+        assert!(pool.bytes(&again).iter().all(|&x| x == 0));
+        assert!(pool.bytes(&keep).iter().all(|&x| x == 0));
+    }
+
+    #[test]
+    fn a_block_larger_than_a_chunk_fits() {
+        let mut pool = BlockPool::new(MAX_CHUNK + 64);
+        let b = pool.alloc().unwrap();
+        assert_eq!(pool.bytes(&b).len(), MAX_CHUNK + 64);
+    }
+}

@@ -1,0 +1,130 @@
+//! The affine quantizer. In: the values of one group; out: f16 scale and zero, one code per value.
+//!
+//! Formula: `zero = f16(min)`, `scale = f16((max-min)/(2^bits-1))`, `code = scale==0 ? 0 : clamp(rint((x-zero)/scale), 0, 2^bits-1)`
+//! with ties to even, against the rounded zero and scale; `x_hat = code*scale + zero`.
+//! Source: the asymmetric per-group quantizer of KIVI (arXiv 2402.02750), with f16 parameters.
+//! NOT here: bit packing (pack.rs), which values form a group (append/).
+
+use half::f16;
+
+/// Scale and zero of one group.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub(crate) struct Affine {
+    pub scale: f16,
+    pub zero: f16,
+}
+
+impl Affine {
+    /// `code*scale + zero` in f32. The product is exact (8 + 11 significant bits), the sum rounds once.
+    pub(crate) fn dequantize(&self, code: u8) -> f32 {
+        code as f32 * self.scale.to_f32() + self.zero.to_f32()
+    }
+}
+
+/// Quantizes one group; `codes` has the length of `values`, which are finite f16 numbers. The range is that of
+/// `values[fit_from..]`: values before it are clamped into it (sink tokens, whose codes nobody reads).
+///
+/// Accuracy: scale and zero are exact; a code can differ from the exact one only within 1e-4 of a tie, because the
+/// quotient is f32 (at most 255 * 2^-23 off).
+pub(crate) fn quantize(values: &[f32], fit_from: usize, bits: u32, codes: &mut [u8]) -> Affine {
+    debug_assert!(values.len() == codes.len() && fit_from < values.len());
+    let top = ((1u32 << bits) - 1) as f32;
+    let (min, max) = min_max(&values[fit_from..]);
+    let zero = f16::from_f32(min);
+    let scale = round_to_f16((max as f64 - min as f64) / top as f64);
+    let (z, s) = (zero.to_f32(), scale.to_f32());
+    if s == 0.0 {
+        codes.fill(0);
+    } else {
+        for (code, &x) in codes.iter_mut().zip(values) {
+            *code = round_ties_even_u8(((x - z) / s).clamp(0.0, top));
+        }
+    }
+    Affine { scale, zero }
+}
+
+/// Smallest and largest value; (infinity, -infinity) when there is none.
+fn min_max(values: &[f32]) -> (f32, f32) {
+    // 16 independent lanes let the compiler use whole vectors.
+    let (mut lo, mut hi) = ([f32::INFINITY; 16], [f32::NEG_INFINITY; 16]);
+    let chunks = values.chunks_exact(16);
+    let rest = chunks.remainder();
+    for c in chunks {
+        for i in 0..16 {
+            lo[i] = if c[i] < lo[i] { c[i] } else { lo[i] };
+            hi[i] = if c[i] > hi[i] { c[i] } else { hi[i] };
+        }
+    }
+    for (i, &x) in rest.iter().enumerate() {
+        lo[i] = lo[i].min(x);
+        hi[i] = hi[i].max(x);
+    }
+    (lo.into_iter().fold(f32::INFINITY, f32::min), hi.into_iter().fold(f32::NEG_INFINITY, f32::max))
+}
+
+/// Rounds a number in 0..=255 to the nearest integer, ties to even: adding 2^23 leaves no fraction bits.
+fn round_ties_even_u8(x: f32) -> u8 {
+    ((x + 8_388_608.0).to_bits() & 0xff) as u8
+}
+
+/// Rounds f64 to f16 once, ties to even. Going through f32 directly would round twice, so the f32 step rounds to odd
+/// (truncates and sets the last bit when anything was lost), which keeps ties apart from near-ties.
+fn round_to_f16(x: f64) -> f16 {
+    let near = x as f32;
+    if near as f64 == x {
+        return f16::from_f32(near);
+    }
+    let toward_zero = if (near as f64).abs() > x.abs() { near.to_bits() - 1 } else { near.to_bits() };
+    f16::from_f32(f32::from_bits(toward_zero | 1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn f64_is_rounded_once() {
+        let one_ulp = 2f64.powi(-10);
+        let tie = 1.0 + one_ulp / 2.0;
+        assert_eq!(round_to_f16(tie).to_f64(), 1.0);
+        assert_eq!(round_to_f16(tie + 1e-12).to_f64(), 1.0 + one_ulp, "through f32 this would be 1");
+        assert_eq!(round_to_f16(tie - 1e-12).to_f64(), 1.0);
+        assert_eq!(round_to_f16(0.0).to_f64(), 0.0);
+        assert_eq!(round_to_f16(3.1e-8).to_bits(), 1, "smallest subnormal");
+    }
+
+    #[test]
+    fn constant_groups_have_scale_zero() {
+        let mut codes = [9u8; 5];
+        let a = quantize(&[1.5; 5], 0, 4, &mut codes);
+        assert_eq!((a.scale.to_f32(), a.zero.to_f32(), codes), (0.0, 1.5, [0; 5]));
+        assert_eq!(a.dequantize(0), 1.5);
+    }
+
+    #[test]
+    fn ties_go_to_even_and_sinks_are_clamped() {
+        let mut codes = [0u8; 4];
+        let a = quantize(&[0.0, 0.5, 1.5, 3.0], 0, 2, &mut codes);
+        assert_eq!((a.scale.to_f32(), codes), (1.0, [0, 0, 2, 3]));
+        let a = quantize(&[100.0, 0.0, 1.0, 3.0], 1, 2, &mut codes);
+        assert_eq!((a.scale.to_f32(), codes), (1.0, [3, 0, 1, 3]));
+    }
+
+    proptest! {
+        #[test]
+        fn error_is_at_most_half_a_step(
+            xs in prop::collection::vec(-1000f32..1000.0, 1..130), bits in prop::sample::select(vec![2u32, 3, 4, 8])
+        ) {
+            let xs: Vec<f32> = xs.iter().map(|&x| f16::from_f32(x).to_f32()).collect();
+            let mut codes = vec![0; xs.len()];
+            let a = quantize(&xs, 0, bits, &mut codes);
+            for (&c, &x) in codes.iter().zip(&xs) {
+                prop_assert!(u32::from(c) < 1 << bits);
+                // The rounded scale can fall short of the range by half an f16 ulp per step.
+                let slack = a.scale.to_f32() * ((1 << bits) as f32) * 2f32.powi(-11);
+                prop_assert!((a.dequantize(c) - x).abs() <= a.scale.to_f32() * 0.5001 + slack + x.abs() * 1e-6);
+            }
+        }
+    }
+}

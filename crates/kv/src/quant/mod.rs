@@ -1,0 +1,5 @@
+//! From numbers to codes and back. affine.rs: the formula; pack.rs: codes into bits.
+//! NOT here: where scales, zeros and codes lie in a record (cache/layout.rs).
+
+pub(crate) mod affine;
+pub(crate) mod pack;
