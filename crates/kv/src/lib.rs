@@ -8,6 +8,8 @@ pub mod attend;
 pub mod cache;
 mod device;
 mod error;
+#[cfg(test)]
+mod golden;
 mod quant;
 pub mod scheme;
 pub mod shape;
