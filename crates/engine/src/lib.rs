@@ -1,1 +1,31 @@
-//! placeholder
+//! kvant-engine: decodes real models over a kvant-kv cache.
+//!
+//! In: a GGUF file and requests; out: tokens and text. The rooms, in the order of a token's way: [`tokenizer`],
+//! [`request`], `sequence`, [`scheduler`] (pure), [`model`] (where `model/attention.rs` visibly appends, attends and
+//! commits), [`sampler`]; [`Engine::step`] walks through them.
+//! NOT here: cache formats and attention kernels (kvant-kv), flags and printing (the program), network.
+
+pub mod chat;
+mod engine;
+mod error;
+mod forced;
+pub mod gguf;
+pub mod model;
+pub mod request;
+pub mod sampler;
+pub mod scheduler;
+pub mod schemes;
+mod sequence;
+mod threads;
+pub mod tokenizer;
+
+pub use chat::Message;
+pub use engine::{DecodeTime, Engine, EngineOptions, Generation, LoadedModel};
+pub use error::Error;
+pub use forced::{Feed, Forced};
+pub use kvant_kv::Arm;
+pub use model::Products;
+pub use request::{Event, FinishReason, Outcome, Request};
+pub use sampler::Sampling;
+pub use schemes::{Schemes, load_schemes};
+pub use threads::Pool;

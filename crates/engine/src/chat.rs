@@ -1,0 +1,115 @@
+//! Chats as text. In: the template of a model file and messages; out: the text that the model was trained to see.
+//! NOT here: tokens (tokenizer.rs).
+
+use crate::Error;
+use crate::gguf::Gguf;
+use minijinja::syntax::SyntaxConfig;
+use minijinja::{Environment, ErrorKind, Value, context};
+
+/// One message of a chat.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Message {
+    /// `system`, `user` or `assistant`.
+    pub role: String,
+    /// What was said.
+    pub content: String,
+}
+
+impl Message {
+    /// A message of the user.
+    pub fn user(content: impl Into<String>) -> Self {
+        Self { role: "user".into(), content: content.into() }
+    }
+}
+
+/// The chat template of a model file.
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    start: String,
+    end: String,
+}
+
+const NAME: &str = "chat";
+
+impl ChatTemplate {
+    /// The template of the file, if it has one.
+    ///
+    /// # Errors
+    /// [`Error::ChatTemplate`] for a template that does not parse.
+    pub fn load(gguf: &Gguf) -> Result<Option<Self>, Error> {
+        let Some(source) = gguf.text("tokenizer.chat_template")? else { return Ok(None) };
+        let spelled = |key: &str| -> Result<String, Error> {
+            use candle_core::quantized::gguf_file::Value;
+            let Some(id) = gguf.count(key)? else { return Ok(String::new()) };
+            match gguf.get("tokenizer.ggml.tokens") {
+                Some(Value::Array(tokens)) => match tokens.get(id) {
+                    Some(Value::String(text)) => Ok(text.clone()),
+                    _ => Ok(String::new()),
+                },
+                _ => Ok(String::new()),
+            }
+        };
+        Self::new(source, spelled("tokenizer.ggml.bos_token_id")?, spelled("tokenizer.ggml.eos_token_id")?).map(Some)
+    }
+
+    /// A template from its source, with the texts of the start and end tokens.
+    ///
+    /// # Errors
+    /// [`Error::ChatTemplate`] for a template that does not parse.
+    pub fn new(source: &str, start: String, end: String) -> Result<Self, Error> {
+        let mut environment = Environment::new();
+        // Templates are written for a renderer with these two settings and Python's string methods.
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(failed)?;
+        environment.set_syntax(syntax);
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_function("raise_exception", |why: String| -> Result<String, minijinja::Error> {
+            Err(minijinja::Error::new(ErrorKind::InvalidOperation, why))
+        });
+        environment.add_template_owned(NAME, source.to_owned()).map_err(failed)?;
+        Ok(Self { environment, start, end })
+    }
+
+    /// The text of a chat, ending where the assistant's answer begins.
+    ///
+    /// # Errors
+    /// [`Error::ChatTemplate`] when the template fails, or refuses the messages.
+    pub fn render(&self, messages: &[Message]) -> Result<String, Error> {
+        let template = self.environment.get_template(NAME).map_err(failed)?;
+        let messages: Vec<Value> = messages
+            .iter()
+            .map(|m| Value::from_pairs([("role", m.role.as_str()), ("content", m.content.as_str())]))
+            .collect();
+        template
+            .render(context! {
+                messages => messages,
+                add_generation_prompt => true,
+                bos_token => self.start.as_str(),
+                eos_token => self.end.as_str(),
+            })
+            .map_err(failed)
+    }
+}
+
+fn failed(e: minijinja::Error) -> Error {
+    Error::ChatTemplate { why: e.to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn renders_python_methods_and_the_answer_prompt() {
+        let source = "{% for m in messages %}<|{{ m['role'] }}|>{{ m.content.strip() }}{% endfor %}\
+                      {% if add_generation_prompt %}<|assistant|>{% endif %}";
+        let template = ChatTemplate::new(source, String::new(), String::new()).unwrap();
+        assert_eq!(template.render(&[Message::user("  hi ")]).unwrap(), "<|user|>hi<|assistant|>");
+    }
+
+    #[test]
+    fn a_bad_template_and_a_refusal_are_errors() {
+        assert!(matches!(ChatTemplate::new("{% for %}", "".into(), "".into()), Err(Error::ChatTemplate { .. })));
+        let refusing = ChatTemplate::new("{{ raise_exception('no system') }}", "".into(), "".into()).unwrap();
+        assert!(refusing.render(&[]).unwrap_err().to_string().contains("no system"));
+    }
+}

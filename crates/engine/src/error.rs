@@ -1,0 +1,146 @@
+//! The one error type of this crate. In: what went wrong; out: one clear sentence, with fields a caller can match on.
+//! NOT here: hints that name command-line flags (the program adds those).
+
+use std::path::PathBuf;
+
+/// Everything that can go wrong between a model file and its text.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The cache or the attention refused.
+    #[error(transparent)]
+    Kv(#[from] kvant_kv::Error),
+    /// The file is not there or cannot be read.
+    #[error("cannot read {}: {why}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the operating system said.
+        why: String,
+    },
+    /// The file does not start as a GGUF does.
+    #[error("{} is not a GGUF file: {why}", path.display())]
+    NotGguf {
+        /// The file.
+        path: PathBuf,
+        /// What it starts with instead.
+        why: String,
+    },
+    /// The file starts as a GGUF but its header contradicts itself or the file's length.
+    #[error("{} is a damaged or truncated GGUF: {why}", path.display())]
+    DamagedGguf {
+        /// The file.
+        path: PathBuf,
+        /// What does not fit.
+        why: String,
+    },
+    /// A model of another architecture.
+    #[error("models of architecture `{architecture}` are not supported; supported: {supported}")]
+    Architecture {
+        /// As the file names it.
+        architecture: String,
+        /// Those there are.
+        supported: &'static str,
+    },
+    /// A metadata entry that the model needs is absent or of another type.
+    #[error("the model file has no usable metadata `{key}`: {why}")]
+    Metadata {
+        /// Its name.
+        key: String,
+        /// Absent, wrong type or wrong value.
+        why: String,
+    },
+    /// The model uses something that this engine does not do.
+    #[error("the model needs {what}, which is not supported")]
+    Unsupported {
+        /// What, in words.
+        what: String,
+    },
+    /// A tensor that the model needs is absent.
+    #[error("the model file has no tensor `{name}`")]
+    MissingTensor {
+        /// Its name.
+        name: String,
+    },
+    /// A tensor of another shape than the metadata say.
+    #[error("tensor `{name}` has shape {got:?}, expected {expected:?}")]
+    TensorShape {
+        /// Its name.
+        name: String,
+        /// Rows first.
+        expected: Vec<usize>,
+        /// Rows first.
+        got: Vec<usize>,
+    },
+    /// The tensor library refused.
+    #[error("tensor library: {0}")]
+    Tensor(#[from] candle_core::Error),
+    /// The tokenizer of the model file could not be built, or refused a text.
+    #[error("tokenizer: {why}")]
+    Tokenizer {
+        /// What it said.
+        why: String,
+    },
+    /// The chat template of the model file is absent or failed.
+    #[error("chat template: {why}")]
+    ChatTemplate {
+        /// What failed.
+        why: String,
+    },
+    /// A prompt without tokens.
+    #[error("prompt {request} is empty: at least one token is needed")]
+    EmptyPrompt {
+        /// Its place among the prompts given, from 0.
+        request: usize,
+    },
+    /// A prompt longer than the model's context.
+    #[error("prompt {request} has {tokens} tokens, the context of this model holds {context}")]
+    PromptTooLong {
+        /// Its place among the prompts given, from 0.
+        request: usize,
+        /// Tokens it has.
+        tokens: usize,
+        /// Tokens the model can hold.
+        context: usize,
+    },
+    /// A token that is not in the vocabulary.
+    #[error("token {token} does not exist: the vocabulary has {vocabulary}")]
+    NoSuchToken {
+        /// Its number.
+        token: u32,
+        /// Tokens there are.
+        vocabulary: usize,
+    },
+    /// Sampling options that contradict themselves.
+    #[error("{option} must be {allowed}, got {got}")]
+    Sampling {
+        /// Its name.
+        option: &'static str,
+        /// The values allowed, in words.
+        allowed: &'static str,
+        /// The value given.
+        got: String,
+    },
+    /// The model produced a score that is no number.
+    #[error("the model produced a NaN logit (token {token}) at position {position}")]
+    NanLogit {
+        /// The first vocabulary entry with a NaN.
+        token: usize,
+        /// Position in the sequence.
+        position: usize,
+    },
+    /// A scheme file that cannot be used.
+    #[error("scheme file: {why}")]
+    SchemeFile {
+        /// What is wrong.
+        why: String,
+    },
+    /// Zero threads, or threads that could not start.
+    #[error("cannot run on {threads} threads: {why}")]
+    Threads {
+        /// Threads asked for.
+        threads: usize,
+        /// Why not.
+        why: String,
+    },
+}

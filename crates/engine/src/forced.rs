@@ -1,0 +1,98 @@
+//! Logits of given texts: nothing is chosen, each token is followed by the next one of the text.
+//! In: token sequences; out: logits of each position. For agreement of arms, accuracy and perplexity.
+//! NOT here: what is computed from the logits.
+
+use crate::Error;
+use crate::engine::{Engine, check_tokens};
+use crate::scheduler::PREFILL_ROWS;
+use kvant_kv::{Rows, SeqId};
+
+/// A text to be followed.
+#[derive(Debug, Clone, Copy)]
+pub struct Forced<'a> {
+    /// All its tokens (1 or more).
+    pub tokens: &'a [u32],
+    /// Tokens that are prefilled without logits, except those of the last one. 0: logits of every position.
+    pub prompt: usize,
+}
+
+/// How tokens behind the prompt reach the model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Feed {
+    /// One per step, all texts together, as in decoding.
+    Decode,
+    /// In chunks, one text after another, as in prefill.
+    Prefill,
+}
+
+impl Engine {
+    /// Calls `each(text, position, logits)` for positions `prompt - 1 ..` of every text (from 0 when `prompt` is 0).
+    /// `logits` is f32 `[vocabulary]` and predicts the token at `position + 1`. What was being decoded is dropped.
+    ///
+    /// # Errors
+    /// [`Error::EmptyPrompt`], [`Error::PromptTooLong`], [`Error::NoSuchToken`], those of the cache, and those of
+    /// `each`.
+    pub fn follow(
+        &mut self,
+        texts: &[Forced<'_>],
+        feed: Feed,
+        each: &mut dyn FnMut(usize, usize, &[f32]) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        for (i, text) in texts.iter().enumerate() {
+            check_tokens(i, text.tokens, self.model().config())?;
+        }
+        self.clear()?;
+        let ids: Vec<SeqId> = texts.iter().map(|_| self.cache_mut().add_sequence()).collect();
+        let result = self.follow_checked(texts, &ids, feed, each);
+        if result.is_err() {
+            self.clear()?;
+        }
+        result
+    }
+
+    fn follow_checked(
+        &mut self,
+        texts: &[Forced<'_>],
+        ids: &[SeqId],
+        feed: Feed,
+        each: &mut dyn FnMut(usize, usize, &[f32]) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let vocabulary = self.model().config().vocabulary;
+        let prompt = |text: &Forced<'_>| text.prompt.min(text.tokens.len());
+        for (i, text) in texts.iter().enumerate() {
+            let end = if feed == Feed::Prefill { text.tokens.len() } else { prompt(text) };
+            let first_wanted = prompt(text).saturating_sub(1);
+            let mut start = 0;
+            while start < end {
+                let rows = PREFILL_ROWS.min(end - start);
+                let positions: Vec<usize> = (start..start + rows).collect();
+                let wanted: Vec<usize> = (0..rows).filter(|r| start + r >= first_wanted).collect();
+                let batch = [Rows { seq: ids[i], rows }];
+                let logits = self.forward(&batch, &text.tokens[start..start + rows], &positions, &wanted)?;
+                for (row, logits) in wanted.iter().zip(logits.chunks_exact(vocabulary)) {
+                    each(i, start + row, logits)?;
+                }
+                start += rows;
+            }
+        }
+        if feed == Feed::Prefill {
+            return Ok(());
+        }
+        for step in 0.. {
+            let running: Vec<usize> =
+                (0..texts.len()).filter(|&i| prompt(&texts[i]) + step < texts[i].tokens.len()).collect();
+            if running.is_empty() {
+                break;
+            }
+            let batch: Vec<Rows> = running.iter().map(|&i| Rows { seq: ids[i], rows: 1 }).collect();
+            let positions: Vec<usize> = running.iter().map(|&i| prompt(&texts[i]) + step).collect();
+            let tokens: Vec<u32> = running.iter().zip(&positions).map(|(&i, &p)| texts[i].tokens[p]).collect();
+            let wanted: Vec<usize> = (0..running.len()).collect();
+            let logits = self.forward(&batch, &tokens, &positions, &wanted)?;
+            for ((&i, &position), logits) in running.iter().zip(&positions).zip(logits.chunks_exact(vocabulary)) {
+                each(i, position, logits)?;
+            }
+        }
+        Ok(())
+    }
+}

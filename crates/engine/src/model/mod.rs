@@ -1,0 +1,272 @@
+//! The llama model. In: tokens at positions, and a cache; out: logits of the rows asked for.
+//! NOT here: which requests run together (scheduler.rs), sampling (sampler.rs), cache formats (kvant-kv).
+//!
+//! A row's result depends on its own tokens only: every product, norm and rotation is per row, and attention is per
+//! request by contract.
+
+pub mod attention;
+mod config;
+pub mod linear;
+pub mod rope;
+
+pub use config::{ARCHITECTURES, Config};
+
+use crate::Error;
+use crate::gguf::{Gguf, Matrix};
+use candle_core::quantized::QTensor;
+use candle_core::{Device, Tensor};
+use kvant_kv::{Attention, Cache, Rows};
+use linear::{Linear, WeightRows};
+use rayon::prelude::*;
+use rope::Rotation;
+
+/// How weight matrices are multiplied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Products {
+    /// 8-bit weights and about 16-bit activations on candle's fast path.
+    #[default]
+    Quantized,
+    /// f32 weights and f32 products: slow; the reference that the fast way's accuracy is measured against.
+    Exact,
+}
+
+/// Weights of a llama model.
+pub struct Model {
+    config: Config,
+    embedding: QTensor,
+    layers: Vec<Layer>,
+    norm: Vec<f32>,
+    head: Linear,
+}
+
+struct Layer {
+    attention_norm: Vec<f32>,
+    qkv: Linear,
+    output: Linear,
+    feed_forward_norm: Vec<f32>,
+    gate_up: Linear,
+    down: Linear,
+}
+
+/// One step of a batch: which tokens at which positions, and whose logits are wanted.
+pub struct Step<'a> {
+    /// Sequences and how many rows each has in this step.
+    pub batch: &'a [Rows],
+    /// Tokens, batch entries one after another.
+    pub tokens: &'a [u32],
+    /// Position of each token in its sequence.
+    pub positions: &'a [usize],
+    /// Rows whose logits are wanted, ascending.
+    pub wanted: &'a [usize],
+}
+
+/// Buffers of a step, kept between steps.
+#[derive(Default)]
+struct Buffers {
+    normed: Vec<f32>,
+    qkv: Vec<Vec<f32>>,
+    attended: Vec<f32>,
+    added: Vec<Vec<f32>>,
+    gate_up: Vec<Vec<f32>>,
+}
+
+impl Model {
+    /// Reads all weights of a file, converting them for `threads` threads; `progress(done, all)` counts weights.
+    /// Call it on the engine's pool.
+    ///
+    /// # Errors
+    /// [`Error::MissingTensor`], [`Error::TensorShape`], [`Error::Unsupported`] for tensors that a llama model has no
+    /// use for, and those of [`Config::read`].
+    pub fn load(
+        gguf: &Gguf,
+        threads: usize,
+        products: Products,
+        progress: &(dyn Fn(u64, u64) + Sync),
+    ) -> Result<Self, Error> {
+        let config = Config::read(gguf)?;
+        let (hidden, forward, shape) = (config.hidden, config.feed_forward, config.shape);
+        let (q_len, kv_len) = (shape.q_heads * shape.head_dim, shape.row_len());
+        let per_layer = (hidden * (2 * q_len + 2 * kv_len + 3 * forward)) as u64;
+        let all = per_layer * config.layers as u64 + (hidden * config.vocabulary) as u64;
+        let exact = products == Products::Exact;
+        // Every shape is checked before the first weight is converted, so that a bad file fails at once.
+        let checked =
+            (0..config.layers).map(|i| LayerTensors::find(gguf, &config, i)).collect::<Result<Vec<_>, _>>()?;
+        let norm = gguf.vector("output_norm.weight", hidden)?;
+        let embedding = gguf.table("token_embd.weight", config.vocabulary, hidden)?;
+        let name = if gguf.has("output.weight") { "output.weight" } else { "token_embd.weight" };
+        let head = gguf.matrix(name, config.vocabulary, hidden)?;
+        if let Some(name) = gguf.untaken() {
+            return Err(Error::Unsupported { what: format!("tensor `{name}`, which no plain llama model has") });
+        }
+        let mut layers = Vec::with_capacity(config.layers);
+        for (i, tensors) in checked.into_iter().enumerate() {
+            layers.push(tensors.convert(&config, threads, exact)?);
+            progress(per_layer * (i as u64 + 1), all);
+        }
+        let head = Linear::new(hidden, &[&head], threads, exact)?;
+        progress(all, all);
+        Ok(Self { config, embedding, layers, norm, head })
+    }
+
+    /// The numbers of this model.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Runs one step; `logits` becomes f32 `[wanted][vocabulary]`. Call it on the engine's pool.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchToken`], and those of the cache and attention. After an error the cache of the step's sequences
+    /// is not to be used further: some layers may have stored the step, others not.
+    pub fn forward(
+        &self,
+        step: &Step<'_>,
+        cache: &mut Cache,
+        attention: &mut Attention,
+        logits: &mut Vec<f32>,
+    ) -> Result<(), Error> {
+        let (hidden, shape) = (self.config.hidden, self.config.shape);
+        let mut buffers = Buffers::default();
+        buffers.qkv.resize(3, Vec::new());
+        buffers.added.resize(1, Vec::new());
+        buffers.gate_up.resize(2, Vec::new());
+        let mut stream = self.embed(step.tokens)?;
+        let rotation = Rotation::new(step.positions, shape.head_dim, self.config.rope_base);
+        buffers.attended.resize(step.tokens.len() * shape.q_heads * shape.head_dim, 0.0);
+        let last = self.layers.len() - 1;
+        for (i, layer) in self.layers.iter().enumerate() {
+            normalize(&stream, &layer.attention_norm, self.config.norm_epsilon, &mut buffers.normed);
+            layer.qkv.forward(&buffers.normed, &mut buffers.qkv)?;
+            let [q, k, v] = &mut buffers.qkv[..] else { unreachable!("three outputs") };
+            rotate(&rotation, q, shape.q_heads * shape.head_dim);
+            rotate(&rotation, k, shape.row_len());
+            attention::attend_step(cache, attention, i, step.batch, shape.head_dim, (q, k, v), &mut buffers.attended)?;
+            if i == last {
+                // Behind the last attention each row goes its own way: rows without wanted logits end here.
+                keep_rows(&mut stream, hidden, step.wanted);
+                keep_rows(&mut buffers.attended, shape.q_heads * shape.head_dim, step.wanted);
+            }
+            layer.output.forward(&buffers.attended, &mut buffers.added)?;
+            add(&mut stream, &buffers.added[0]);
+            normalize(&stream, &layer.feed_forward_norm, self.config.norm_epsilon, &mut buffers.normed);
+            layer.gate_up.forward(&buffers.normed, &mut buffers.gate_up)?;
+            let [gate, up] = &mut buffers.gate_up[..] else { unreachable!("two outputs") };
+            gated(gate, up);
+            layer.down.forward(gate, &mut buffers.added)?;
+            add(&mut stream, &buffers.added[0]);
+        }
+        normalize(&stream, &self.norm, self.config.norm_epsilon, &mut buffers.normed);
+        let mut out = [std::mem::take(logits)];
+        self.head.forward(&buffers.normed, &mut out)?;
+        let [out] = out;
+        *logits = out;
+        Ok(())
+    }
+
+    fn embed(&self, tokens: &[u32]) -> Result<Vec<f32>, Error> {
+        let vocabulary = self.config.vocabulary;
+        if let Some(&token) = tokens.iter().find(|&&t| t as usize >= vocabulary) {
+            return Err(Error::NoSuchToken { token, vocabulary });
+        }
+        let rows = self.embedding.embedding(&Tensor::new(tokens, &Device::Cpu)?)?;
+        Ok(rows.flatten_all()?.to_vec1()?)
+    }
+}
+
+/// The tensors of one layer, found and of the right shape.
+struct LayerTensors<'a> {
+    attention_norm: Vec<f32>,
+    qkv: [Matrix<'a>; 3],
+    output: Matrix<'a>,
+    feed_forward_norm: Vec<f32>,
+    gate_up: [Matrix<'a>; 2],
+    down: Matrix<'a>,
+}
+
+impl<'a> LayerTensors<'a> {
+    fn find(gguf: &'a Gguf, config: &Config, layer: usize) -> Result<Self, Error> {
+        let of = |name: &str| format!("blk.{layer}.{name}.weight");
+        let (hidden, forward) = (config.hidden, config.feed_forward);
+        let (q_len, kv_len) = (config.shape.q_heads * config.shape.head_dim, config.shape.row_len());
+        Ok(Self {
+            attention_norm: gguf.vector(&of("attn_norm"), hidden)?,
+            qkv: [
+                gguf.matrix(&of("attn_q"), q_len, hidden)?,
+                gguf.matrix(&of("attn_k"), kv_len, hidden)?,
+                gguf.matrix(&of("attn_v"), kv_len, hidden)?,
+            ],
+            output: gguf.matrix(&of("attn_output"), hidden, q_len)?,
+            feed_forward_norm: gguf.vector(&of("ffn_norm"), hidden)?,
+            gate_up: [gguf.matrix(&of("ffn_gate"), forward, hidden)?, gguf.matrix(&of("ffn_up"), forward, hidden)?],
+            down: gguf.matrix(&of("ffn_down"), hidden, forward)?,
+        })
+    }
+
+    fn convert(self, config: &Config, threads: usize, exact: bool) -> Result<Layer, Error> {
+        let rows = |m: &[&dyn WeightRows], k: usize| Linear::new(k, m, threads, exact);
+        let ([q, k, v], [gate, up]) = (&self.qkv, &self.gate_up);
+        Ok(Layer {
+            qkv: rows(&[q, k, v], config.hidden)?,
+            output: rows(&[&self.output], config.shape.q_heads * config.shape.head_dim)?,
+            gate_up: rows(&[gate, up], config.hidden)?,
+            down: rows(&[&self.down], config.feed_forward)?,
+            attention_norm: self.attention_norm,
+            feed_forward_norm: self.feed_forward_norm,
+        })
+    }
+}
+
+/// Elements below which splitting an elementwise loop over threads costs more than it saves.
+const SERIAL: usize = 1 << 14;
+
+/// Runs `each(i, values)` over chunks of `width` (the last may be short), on all threads when there is enough to do.
+fn each_row(values: &mut [f32], width: usize, each: impl Fn(usize, &mut [f32]) + Sync) {
+    if values.len() < SERIAL {
+        values.chunks_mut(width).enumerate().for_each(|(i, row)| each(i, row));
+    } else {
+        values.par_chunks_mut(width).enumerate().for_each(|(i, row)| each(i, row));
+    }
+}
+
+/// RMS norm: `x / sqrt(mean(x^2) + epsilon) * weight`.
+fn normalize(x: &[f32], weight: &[f32], epsilon: f32, out: &mut Vec<f32>) {
+    let width = weight.len();
+    out.resize(x.len(), 0.0);
+    each_row(out, width, |r, out| {
+        let x = &x[r * width..(r + 1) * width];
+        let squares: f64 = x.iter().map(|x| f64::from(x * x)).sum();
+        let scale = (squares / width as f64 + f64::from(epsilon)).sqrt().recip() as f32;
+        for ((out, x), w) in out.iter_mut().zip(x).zip(weight) {
+            *out = x * scale * w;
+        }
+    });
+}
+
+fn rotate(rotation: &Rotation, rows: &mut [f32], width: usize) {
+    each_row(rows, width, |r, row| rotation.apply(r, row));
+}
+
+/// `gate = gate / (1 + exp(-gate)) * up`.
+fn gated(gate: &mut [f32], up: &[f32]) {
+    const CHUNK: usize = 512;
+    each_row(gate, CHUNK, |i, gate| {
+        for (g, u) in gate.iter_mut().zip(&up[i * CHUNK..]) {
+            *g = *g / (1.0 + (-*g).exp()) * u;
+        }
+    });
+}
+
+fn add(stream: &mut [f32], added: &[f32]) {
+    for (s, a) in stream.iter_mut().zip(added) {
+        *s += a;
+    }
+}
+
+/// Keeps only these rows (ascending), in place.
+fn keep_rows(values: &mut Vec<f32>, width: usize, rows: &[usize]) {
+    for (to, &from) in rows.iter().enumerate() {
+        values.copy_within(from * width..(from + 1) * width, to * width);
+    }
+    values.truncate(rows.len() * width);
+}

@@ -1,0 +1,142 @@
+//! Which scheme each layer uses. In: a scheme, or a scheme file; out: one scheme per layer.
+//! NOT here: what a scheme means (kvant-kv).
+//!
+//! A scheme file is TOML. `default` is the scheme of every layer not named; `[layers]` names single layers (from 0) or
+//! ranges, both ends included. A layer named twice, beyond the model, or without a scheme is an error.
+//!
+//! ```toml
+//! default = "k4v4g64w128s4p512"
+//! [layers]
+//! 0 = "k8v8g64w128s4p512"
+//! "28-29" = "f16"
+//! ```
+
+use crate::Error;
+use kvant_kv::Scheme;
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// One scheme per layer, and how they were given.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Schemes {
+    layers: Vec<Scheme>,
+    text: String,
+}
+
+impl Schemes {
+    /// The same scheme for every layer.
+    pub fn uniform(scheme: Scheme, layers: usize) -> Self {
+        Self { layers: vec![scheme; layers], text: scheme.to_string() }
+    }
+
+    /// One per layer.
+    pub fn layers(&self) -> &[Scheme] {
+        &self.layers
+    }
+
+    /// Canonical text of the scheme when all layers share it, else the file's name.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    default: Option<String>,
+    #[serde(default)]
+    layers: BTreeMap<String, String>,
+}
+
+/// Reads a scheme (`k4v4g64w128s4p512`, `f16`) or, when the text ends in `.toml`, a scheme file.
+///
+/// # Errors
+/// [`Error::Kv`] for an unknown scheme, [`Error::Read`] and [`Error::SchemeFile`] for a file.
+pub fn load_schemes(text_or_path: &str, layers: usize) -> Result<Schemes, Error> {
+    let path = Path::new(text_or_path);
+    if path.extension().is_none_or(|e| e != "toml") {
+        let scheme: Scheme = text_or_path.parse().map_err(kvant_kv::Error::from)?;
+        return Ok(Schemes::uniform(scheme, layers));
+    }
+    let text = std::fs::read_to_string(path).map_err(|e| Error::Read { path: path.into(), why: e.to_string() })?;
+    let schemes = parse_file(&text, layers)?;
+    let text = match schemes.first() {
+        Some(first) if schemes.iter().all(|s| s == first) => first.to_string(),
+        _ => text_or_path.to_owned(),
+    };
+    Ok(Schemes { layers: schemes, text })
+}
+
+/// One scheme per layer from the text of a scheme file.
+///
+/// # Errors
+/// [`Error::SchemeFile`], [`Error::Kv`] for an unknown scheme.
+pub fn parse_file(text: &str, layers: usize) -> Result<Vec<Scheme>, Error> {
+    let no = |why: String| Error::SchemeFile { why };
+    let file: File = toml::from_str(text).map_err(|e| no(e.message().to_owned()))?;
+    let parse = |text: &str| text.parse::<Scheme>().map_err(|e| Error::Kv(e.into()));
+    let mut schemes: Vec<Option<Scheme>> = vec![None; layers];
+    for (name, scheme) in &file.layers {
+        let scheme = parse(scheme)?;
+        let (first, last) = name.split_once('-').unwrap_or((name, name));
+        let number =
+            |s: &str| s.trim().parse::<usize>().map_err(|_| no(format!("`{name}` is no layer or range of layers")));
+        let (first, last) = (number(first)?, number(last)?);
+        if first > last {
+            return Err(no(format!("the range `{name}` ends before it begins")));
+        }
+        if last >= layers {
+            return Err(no(format!("layer {last} does not exist: the model has {layers} layers, from 0")));
+        }
+        for (layer, slot) in schemes.iter_mut().enumerate().take(last + 1).skip(first) {
+            if slot.replace(scheme).is_some() {
+                return Err(no(format!("layer {layer} is named twice")));
+            }
+        }
+    }
+    let default = file.default.as_deref().map(parse).transpose()?;
+    schemes
+        .into_iter()
+        .enumerate()
+        .map(|(layer, s)| {
+            s.or(default).ok_or_else(|| no(format!("layer {layer} has no scheme and there is no default")))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_name_layers_and_ranges() {
+        let text = "default = \"k4v4g64\"\n[layers]\n0 = \"f16\"\n\"2-3\" = \"k8v8g64\"\n";
+        let texts: Vec<String> = parse_file(text, 5).unwrap().iter().map(|s| s.to_string()).collect();
+        assert_eq!(texts, ["f16", "k4v4g64", "k8v8g64", "k8v8g64", "k4v4g64"]);
+    }
+
+    #[test]
+    fn bad_files_say_what_is_wrong() {
+        for (text, part) in [
+            ("[layers]\n0 = \"f16\"", "layer 1 has no scheme"),
+            ("default = \"k5v4g64\"", "key bits"),
+            ("default = \"f16\"\n[layers]\n9 = \"f16\"", "layer 9 does not exist"),
+            ("default = \"f16\"\n[layers]\n\"1-0\" = \"f16\"", "ends before it begins"),
+            ("default = \"f16\"\n[layers]\n\"0-1\" = \"f16\"\n1 = \"f16\"", "layer 1 is named twice"),
+            ("default = \"f16\"\n[layers]\nx = \"f16\"", "no layer"),
+            ("defualt = \"f16\"", "unknown field"),
+            ("default = ", "scheme file"),
+        ] {
+            let e = parse_file(text, 2).unwrap_err().to_string();
+            assert!(e.contains(part), "{text:?}: {e}");
+        }
+    }
+
+    #[test]
+    fn a_text_is_a_scheme_and_a_toml_name_a_file() {
+        assert_eq!(load_schemes("k4v4g64w0", 3).unwrap().text(), "k4v4g64");
+        assert!(matches!(load_schemes("k9v4g64", 3), Err(Error::Kv(_))));
+        assert!(matches!(load_schemes("/nowhere/schemes.toml", 3), Err(Error::Read { .. })));
+    }
+}
