@@ -277,9 +277,6 @@ pub struct DecodeArgs {
     /// Ways to decode, comma-separated
     #[arg(long, value_name = "A1,A2,..", default_value = "f16,fused,dequant-once,dequant-step", value_delimiter = ',')]
     pub arms: Vec<ArmName>,
-    /// Times each arm decodes, in turns
-    #[arg(long, value_name = "N", default_value_t = 3, value_parser = parse_count)]
-    pub rounds: usize,
     /// Attention kernel [default: the best this processor runs]
     #[arg(long, value_name = "NAME", help_heading = "Machine")]
     pub kernel: Option<String>,
@@ -289,9 +286,9 @@ pub struct DecodeArgs {
     /// Print one JSON object on stdout
     #[arg(long)]
     pub json: bool,
-    /// Decode one arm once and print its memory: what the bench starts per arm, so that arms do not share a process
+    /// Be the process of one arm: what the bench starts, so that arms do not share memory
     #[arg(long, hide = true)]
-    pub memory_child: bool,
+    pub arm_process: bool,
 }
 
 /// `kvant info`

@@ -111,6 +111,37 @@ impl From<kvant_kv::Error> for Failure {
     }
 }
 
+impl From<kvant_engine::Error> for Failure {
+    fn from(e: kvant_engine::Error) -> Self {
+        use kvant_engine::Error as E;
+        let hint = match e {
+            E::Kv(e) => return e.into(),
+            // The engine counts requests from 0, people count prompts and lines from 1.
+            E::PromptTooLong { request, tokens, context } => {
+                return Self::input(
+                    format!("prompt {} has {tokens} tokens, the context of this model holds {context}", request + 1),
+                    "shorten the prompt",
+                );
+            }
+            E::EmptyPrompt { request } => {
+                return Self::input(format!("prompt {} is empty", request + 1), "give at least one word");
+            }
+            E::Threads { .. } => "give --threads a number from 1 to the cores of this machine",
+            E::NotGguf { .. } | E::DamagedGguf { .. } => {
+                "give --model a complete .gguf file; `kvant pull` fetches one that is known to work"
+            }
+            E::ChatTemplate { .. } => "leave --chat out to give the model the raw prompt",
+            E::Sampling { .. } => "`kvant generate --help` shows what each sampling flag takes",
+            E::SchemeFile { .. } => {
+                "a scheme file is TOML: default = \"k4v4g64w128s4p512\", then [layers] with entries such as \"0-3\" = \"k8v8g64\""
+            }
+            E::NanLogit { .. } => "the model's weights are damaged or of a kind that this engine misreads",
+            _ => "`kvant pull` fetches a model that is known to work",
+        };
+        Self::input(e, hint)
+    }
+}
+
 /// What a scheme looks like, for every message about one.
 pub const SCHEME_HINT: &str = "a scheme is f16 or like k4v4g64w128s4p512: key bits, value bits (2, 3, 4, 8), \
      group_len (32, 64, 128), then optionally window_len, sinks, page_len";

@@ -8,6 +8,7 @@ mod models;
 mod output;
 mod progress;
 mod rss;
+mod session;
 mod shape_text;
 mod table;
 mod units;

@@ -15,6 +15,11 @@ pub fn tokens(verb: &str, total: u64) -> ProgressBar {
     bar(verb, total, "{msg:<18} [{bar:30}] {pos}/{len} tokens {eta}")
 }
 
+/// A bar over a whole whose unit means nothing to a user.
+pub fn percent(verb: &str) -> ProgressBar {
+    bar(verb, 100, "{msg:<18} [{bar:30}] {percent} % {eta}")
+}
+
 /// A turning wheel for work whose end is unknown.
 pub fn wheel(verb: &str) -> ProgressBar {
     let bar = bar(verb, 0, "{spinner} {msg} {elapsed}");

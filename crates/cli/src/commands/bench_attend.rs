@@ -1,6 +1,372 @@
-//! placeholder
+//! `kvant bench attend`: one attention call per scheme beside an f16 cache and the machine's read bandwidth. In: a shape and
+//! schemes; out: one row per scheme. Correctness comes first: every row carries its error against the f64 reference, and a
+//! kernel beyond its stated tolerance is not timed. NOT here: the clock (kvant-roofline), the kernels (kvant-kv).
+
+use super::check_kernel;
 use crate::args::AttendArgs;
+use crate::failure::Failure;
+use crate::table::{Align, Table};
+use crate::{output, progress, rss, shape_text, units};
+use anyhow::Result;
+use kvant_kv::attend::reference::attend_cache_f64;
+use kvant_kv::{Arm, AttendOptions, Attention, Cache, LayerConfig, LayerShape, Rows, Scheme};
+use kvant_roofline::timer::{self, Contestant, Timing};
+use kvant_roofline::{Cost, Reader};
+use serde::Serialize;
+use std::cell::RefCell;
+use std::time::{Duration, Instant};
+
+/// Tokens appended at a time while a cache is filled.
+const APPEND_TOKENS: usize = 512;
+/// Time for one scheme when `--rounds` is left out.
+const BUDGET: Duration = Duration::from_secs(2);
+/// Fewest and most rounds of that choice.
+const ROUNDS: (usize, usize) = (7, 200);
+/// Relative L2 error against the f64 reference beyond which a kernel is wrong (DESIGN: int8-limb and f16 kernels).
+const TOLERANCE: f64 = 3e-3;
+
+/// What the command prints.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    rows: Vec<Row>,
+    batch: usize,
+    q_heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    kv_len: usize,
+    threads: usize,
+    cold: bool,
+    rounds: usize,
+}
+
+#[derive(Debug, Serialize)]
+struct Row {
+    scheme: String,
+    kernel: &'static str,
+    min_ns: u64,
+    median_ns: u64,
+    bytes: usize,
+    gbps: f64,
+    read_gbps: f64,
+    pct_of_read: f64,
+    vs_f16: f64,
+    rel_err: f64,
+}
+
 /// Runs the command.
-pub fn run(_args: &AttendArgs) -> anyhow::Result<()> {
-    todo!()
+pub fn run(args: &AttendArgs) -> Result<()> {
+    let report = measure(args)?;
+    if args.json { output::json(&report) } else { output::text(&render(&report)) }
+}
+
+/// One scheme's cache: `copies` times a batch of sequences.
+struct Subject {
+    scheme: Scheme,
+    cache: Cache,
+    copies: Vec<Vec<Rows>>,
+    bytes: usize,
+}
+
+/// Measures everything.
+///
+/// # Errors
+/// [`Failure`] for bad input, for data beyond the memory there is, and for a kernel that is wrong.
+pub fn measure(args: &AttendArgs) -> Result<Report> {
+    let threads = args.machine.threads()?;
+    check_kernel(args.kernel.as_deref())?;
+    let [batch, q, kv, d, kv_len] =
+        shape_text::parts(&args.shape, ["b", "q", "kv", "d", "s"], "b=1,q=32,kv=8,d=128,s=16384")?;
+    let shape = shape_text::layer_shape(q, kv, d)?;
+    let asked = shape_text::schemes(&args.kv)?;
+    // The control always runs, whether or not it is asked for; it is a row only when it is.
+    let mut schemes = vec![Scheme::F16];
+    schemes.extend(asked.iter().filter(|s| **s != Scheme::F16));
+
+    check_memory(&schemes, shape, batch, kv_len, args.hot)?;
+    let attention = RefCell::new(Attention::new(threads, args.kernel.as_deref()).map_err(Failure::from)?);
+    let rows = Inputs::new(shape, batch, kv_len);
+    let mut subjects = Vec::new();
+    for &scheme in &schemes {
+        let wheel = progress::wheel(&format!("fill the caches of {scheme}"));
+        subjects.push(Subject::fill(scheme, shape, batch, kv_len, args.hot, &rows)?);
+        wheel.finish_and_clear();
+    }
+    let errors = subjects
+        .iter()
+        .map(|s| s.relative_error(&mut attention.borrow_mut(), shape, &rows))
+        .collect::<Result<Vec<_>>>()?;
+    for (subject, error) in subjects.iter().zip(&errors) {
+        // Written so that NaN fails too.
+        if !(*error <= TOLERANCE) {
+            return Err(Failure::proof(
+                format!(
+                    "kernel {} is wrong on {}: relative error {error:.1e}",
+                    attention.borrow().kernel(),
+                    subject.scheme
+                ),
+                format!("its tolerance is {TOLERANCE:.0e}; nothing was timed"),
+            )
+            .into());
+        }
+    }
+
+    let wheel = progress::wheel("time attention");
+    let (timings, rounds) = time(&subjects, &attention, shape, &rows, args)?;
+    wheel.finish_and_clear();
+
+    let kernel = attention.borrow().kernel();
+    let f16_median = timings[0].0.median_ns as f64;
+    let report_rows = subjects.iter().zip(&timings).zip(&errors).filter(|((s, _), _)| asked.contains(&s.scheme));
+    let rows = report_rows
+        .map(|((subject, (attend, read)), &rel_err)| {
+            // Bandwidths compare minimum with minimum: what either reaches when nothing disturbs it.
+            let gbps = subject.bytes as f64 / attend.min_ns as f64;
+            let read_gbps = subject.bytes as f64 / read.min_ns as f64;
+            Row {
+                scheme: subject.scheme.to_string(),
+                kernel,
+                min_ns: attend.min_ns,
+                median_ns: attend.median_ns,
+                bytes: subject.bytes,
+                gbps,
+                read_gbps,
+                pct_of_read: 100.0 * gbps / read_gbps,
+                vs_f16: f16_median / attend.median_ns as f64,
+                rel_err,
+            }
+        })
+        .collect();
+    Ok(Report { rows, batch, q_heads: q, kv_heads: kv, head_dim: d, kv_len, threads, cold: !args.hot, rounds })
+}
+
+/// Refuses what would not fit, before anything is allocated.
+fn check_memory(schemes: &[Scheme], shape: LayerShape, batch: usize, kv_len: usize, hot: bool) -> Result<(), Failure> {
+    // In floating point: the parts of a shape go up to 2^30 each, their products beyond 64 bits.
+    let token = (shape.row_len() * 2) as f64;
+    let inputs = token * kv_len as f64 * size_of::<f32>() as f64;
+    let caches: f64 = schemes
+        .iter()
+        .map(|s| {
+            let one = token * batch as f64 * kv_len as f64 * s.bits_per_element(shape.head_dim) / 8.0;
+            if hot { one } else { (2.0 * one).max(one + timer::COLD_BYTES as f64) }
+        })
+        .sum();
+    let need = inputs + caches + timer::COLD_BYTES as f64;
+    match rss::machine_memory_bytes() {
+        Some((available, _)) if need > available as f64 => Err(Failure::input(
+            format!(
+                "this needs about {:.1} GB of memory, and {:.1} GB are available",
+                need / 1e9,
+                available as f64 / 1e9
+            ),
+            "take a smaller shape, fewer schemes, or --hot",
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Keys, values and queries: the same for every scheme and every copy (each copy is memory of its own all the same).
+struct Inputs {
+    k: Vec<f32>,
+    v: Vec<f32>,
+    q: Vec<f32>,
+}
+
+impl Inputs {
+    fn new(shape: LayerShape, batch: usize, kv_len: usize) -> Self {
+        let mut random = Random(0x6b76_616e_7400_0001);
+        let mut fill = |len: usize| (0..len).map(|_| random.normal()).collect::<Vec<f32>>();
+        let mut k = fill(kv_len * shape.row_len());
+        // Real keys have channels far louder than the rest, which is what a scale per channel is for.
+        for row in k.chunks_mut(shape.head_dim) {
+            for channel in row.iter_mut().step_by(LOUD_EVERY) {
+                *channel *= LOUD;
+            }
+        }
+        Self { k, v: fill(kv_len * shape.row_len()), q: fill(batch * shape.q_heads * shape.head_dim) }
+    }
+}
+
+/// One channel in this many is loud, by this factor.
+const LOUD_EVERY: usize = 16;
+const LOUD: f32 = 4.0;
+
+/// splitmix64: small, seeded, good enough for test data.
+struct Random(u64);
+
+impl Random {
+    fn uniform(&mut self) -> f32 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) >> 40) as f32 / (1u64 << 24) as f32
+    }
+
+    /// Mean 0, variance 1: the sum of three uniform values, each of variance 1/12, times 2.
+    fn normal(&mut self) -> f32 {
+        2.0 * (self.uniform() + self.uniform() + self.uniform() - 1.5)
+    }
+}
+
+impl Subject {
+    fn fill(
+        scheme: Scheme,
+        shape: LayerShape,
+        batch: usize,
+        kv_len: usize,
+        hot: bool,
+        inputs: &Inputs,
+    ) -> Result<Self> {
+        let arm = if scheme == Scheme::F16 { Arm::F16 } else { Arm::Fused };
+        let bytes = batch * Cost::of(shape, scheme, kv_len).bytes();
+        let mut cache = Cache::new(&[LayerConfig { shape, scheme }], arm).map_err(Failure::from)?;
+        let mut copies = Vec::new();
+        for _ in 0..timer::copies(bytes, hot) {
+            let mut copy = Vec::new();
+            for _ in 0..batch {
+                let seq = cache.add_sequence();
+                for start in (0..kv_len).step_by(APPEND_TOKENS) {
+                    let end = (start + APPEND_TOKENS).min(kv_len);
+                    let span = start * shape.row_len()..end * shape.row_len();
+                    let rows = [Rows { seq, rows: end - start }];
+                    cache.append(0, &rows, &inputs.k[span.clone()], &inputs.v[span]).map_err(Failure::from)?;
+                    cache.commit(0, &rows).map_err(Failure::from)?;
+                }
+                copy.push(Rows { seq, rows: 1 });
+            }
+            copies.push(copy);
+        }
+        Ok(Self { scheme, cache, copies, bytes })
+    }
+
+    /// Attends the newest token of each sequence of a copy.
+    fn attend(
+        &self,
+        attention: &mut Attention,
+        copy: usize,
+        shape: LayerShape,
+        q: &[f32],
+        out: &mut [f32],
+    ) -> Result<(), kvant_kv::Error> {
+        let options = AttendOptions::new(shape.head_dim);
+        attention.attend(&self.cache, 0, &self.copies[copy], q, out, &options)
+    }
+
+    /// Relative L2 distance between the kernel's output and the f64 reference over the same cache.
+    fn relative_error(&self, attention: &mut Attention, shape: LayerShape, inputs: &Inputs) -> Result<f64> {
+        let mut out = vec![0.0; inputs.q.len()];
+        self.attend(attention, 0, shape, &inputs.q, &mut out).map_err(Failure::from)?;
+        let options = AttendOptions::new(shape.head_dim);
+        let exact = attend_cache_f64(&self.cache, 0, &self.copies[0], &inputs.q, &options).map_err(Failure::from)?;
+        let (mut error, mut norm) = (0.0, 0.0);
+        for (&got, &want) in out.iter().zip(&exact) {
+            error += (f64::from(got) - want).powi(2);
+            norm += want.powi(2);
+        }
+        Ok((error / norm).sqrt())
+    }
+}
+
+/// Times every subject and the reader over the same bytes, in turns.
+fn time(
+    subjects: &[Subject],
+    attention: &RefCell<Attention>,
+    shape: LayerShape,
+    inputs: &Inputs,
+    args: &AttendArgs,
+) -> Result<(Vec<(Timing, Timing)>, usize)> {
+    let largest = subjects.iter().map(|s| s.bytes).max().unwrap_or(0);
+    let room = if args.hot { largest } else { timer::COLD_BYTES.max(2 * largest) };
+    let reader = Reader::new(attention.borrow().threads(), room)
+        .map_err(|e| Failure::input(e, "take a smaller shape or fewer threads"))?;
+    let mut contestants: Vec<Contestant<'_, kvant_kv::Error>> = Vec::new();
+    for subject in subjects {
+        let mut out = vec![0.0; inputs.q.len()];
+        contestants.push(Contestant::new(subject.copies.len(), move |copy| {
+            subject.attend(&mut attention.borrow_mut(), copy, shape, &inputs.q, &mut out)
+        }));
+        let pieces = if args.hot { 1 } else { reader.pieces(subject.bytes) };
+        let reader = &reader;
+        contestants.push(Contestant::new(pieces, move |piece| {
+            std::hint::black_box(reader.read(piece, subject.bytes));
+            Ok(())
+        }));
+    }
+    let rounds = match args.rounds {
+        Some(rounds) => rounds,
+        None => {
+            let start = Instant::now();
+            timer::interleave(&mut contestants, 1).map_err(Failure::from)?;
+            // One call is an untimed and a timed round.
+            let round = start.elapsed() / 2;
+            let budget = BUDGET * u32::try_from(subjects.len()).unwrap_or(u32::MAX);
+            timer::rounds_for(budget, round, ROUNDS.0, ROUNDS.1)
+        }
+    };
+    let timings = timer::interleave(&mut contestants, rounds).map_err(Failure::from)?;
+    Ok((timings.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect(), rounds))
+}
+
+fn render(report: &Report) -> String {
+    let mut table = Table::new([
+        ("scheme", Align::Left),
+        ("kernel", Align::Left),
+        ("minimum", Align::Right),
+        ("median", Align::Right),
+        ("bytes", Align::Right),
+        ("GB/s", Align::Right),
+        ("read GB/s", Align::Right),
+        ("% of read", Align::Right),
+        ("vs f16", Align::Right),
+        ("relative error", Align::Right),
+    ]);
+    for r in &report.rows {
+        table.row([
+            r.scheme.clone(),
+            r.kernel.into(),
+            units::time(r.min_ns),
+            units::time(r.median_ns),
+            units::mib(r.bytes),
+            format!("{:.1}", r.gbps),
+            format!("{:.1}", r.read_gbps),
+            format!("{:.0}", r.pct_of_read),
+            format!("{:.2}x", r.vs_f16),
+            format!("{:.1e}", r.rel_err),
+        ]);
+    }
+    format!(
+        "attention of {} requests of {} tokens, {} q heads, {} kv heads, head_dim {}; {} threads, {}, {} rounds\n\n{}",
+        report.batch,
+        report.kv_len,
+        report.q_heads,
+        report.kv_heads,
+        report.head_dim,
+        report.threads,
+        if report.cold { "cold" } else { "hot" },
+        report.rounds,
+        table.render()
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn test_data_is_seeded_and_about_normal() {
+        let mut random = Random(1);
+        let xs: Vec<f32> = (0..100_000).map(|_| random.normal()).collect();
+        let mean = xs.iter().sum::<f32>() / xs.len() as f32;
+        let variance = xs.iter().map(|x| x * x).sum::<f32>() / xs.len() as f32;
+        assert!(mean.abs() < 0.02 && (variance - 1.0).abs() < 0.02, "{mean} {variance}");
+        assert_eq!(Random(1).normal(), xs[0]);
+    }
+
+    #[test]
+    fn shapes_beyond_memory_are_refused_without_overflow() {
+        let shape = LayerShape::new(128, 8, 256).unwrap();
+        let e = check_memory(&[Scheme::F16], shape, 1 << 30, 1 << 30, false).unwrap_err();
+        assert!(e.what.contains("GB of memory"));
+    }
 }

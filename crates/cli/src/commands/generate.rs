@@ -1,6 +1,196 @@
-//! placeholder
-use crate::args::GenerateArgs;
+//! `kvant generate`: continues one prompt, or several together. In: prompts and flags; out: text as it is decoded, or one
+//! JSON object with what was decoded, how fast, by which route and what the cache really holds. NOT here: decoding.
+
+use super::check_kernel;
+use crate::args::{GenerateArgs, SamplingArgs};
+use crate::failure::Failure;
+use crate::session::{self, Prefill};
+use crate::{output, rss, units};
+use anyhow::Result;
+use kvant_engine::{Event, Generation, Request, Sampling};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::path::Path;
+
+#[derive(Serialize)]
+struct Report<'a> {
+    requests: Vec<RequestReport<'a>>,
+    decode_tok_s: Option<f64>,
+    routes: &'a BTreeMap<String, u64>,
+    cache: CacheReport<'a>,
+    arm: &'static str,
+    kernel: &'a str,
+    threads: usize,
+    peak_rss_bytes: Option<u64>,
+}
+
+#[derive(Serialize)]
+struct RequestReport<'a> {
+    prompt_tokens: usize,
+    text: &'a str,
+    tokens: &'a [u32],
+    ttft_ms: f64,
+    finish_reason: &'static str,
+}
+
+#[derive(Serialize)]
+struct CacheReport<'a> {
+    scheme: &'a str,
+    packed_bytes: usize,
+    window_bytes: usize,
+    copy_bytes: usize,
+    f16_bytes_equivalent: usize,
+}
+
 /// Runs the command.
-pub fn run(_args: &GenerateArgs) -> anyhow::Result<()> {
-    todo!()
+pub fn run(args: &GenerateArgs) -> Result<()> {
+    // Cheap checks come before the model is loaded.
+    let threads = args.machine.threads()?;
+    check_kernel(args.kernel.as_deref())?;
+    let prompts = prompts(args)?;
+    if let Some(kv) = args.kv.as_deref().filter(|kv| !kv.ends_with(".toml")) {
+        session::schemes_and_arm(Some(kv), args.arm, 1)?;
+    }
+    let model = session::load(&args.model, threads)?;
+    let (schemes, arm) = session::schemes_and_arm(args.kv.as_deref(), args.arm, model.config().layers)?;
+    let mut engine = session::engine(&model, threads, args.kernel.as_deref(), arm, schemes)?;
+    let tokens = session::tokens(&model, &prompts, args.chat)?;
+    let mut prefill = Prefill::new(&tokens);
+    let sampling = sampling(&args.sampling);
+    let requests = tokens
+        .into_iter()
+        .map(|prompt| Request { prompt, max_tokens: args.max_tokens, sampling, ignore_end: false })
+        .collect();
+
+    let mut printer = Printer { texts: vec![String::new(); prompts.len()], silent: args.json, failed: None };
+    let generation = engine
+        .generate(requests, &mut |event| {
+            prefill.event(event);
+            printer.event(event);
+        })
+        .map_err(Failure::from)?;
+    if let Some(error) = printer.failed {
+        return Err(error);
+    }
+    let report = report(&generation, &engine);
+    if args.json { output::json(&report) } else { summary(&report) }
+}
+
+fn sampling(args: &SamplingArgs) -> Sampling {
+    let SamplingArgs { temperature, top_k, top_p, min_p, seed } = *args;
+    Sampling { temperature, top_k, top_p, min_p, seed }
+}
+
+/// The prompts that the flags name.
+fn prompts(args: &GenerateArgs) -> Result<Vec<String>> {
+    if let Some(path) = &args.prompts {
+        return read_prompts(path);
+    }
+    match args.prompt.as_deref() {
+        Some("-") => {
+            let mut text = String::new();
+            std::io::stdin()
+                .read_to_string(&mut text)
+                .map_err(|e| Failure::input(format!("cannot read the prompt from stdin: {e}"), "send UTF-8 text"))?;
+            // The line break that ends a text file is not part of the prompt.
+            let text = text.strip_suffix('\n').map_or(text.as_str(), |t| t.strip_suffix('\r').unwrap_or(t));
+            Ok(vec![text.to_string()])
+        }
+        Some(text) => Ok(vec![text.to_string()]),
+        None => Err(Failure::input("no prompt was given", "give --prompt TEXT or --prompts FILE").into()),
+    }
+}
+
+fn read_prompts(path: &Path) -> Result<Vec<String>> {
+    const HINT: &str = "--prompts takes a UTF-8 text file with one prompt per line";
+    let text = std::fs::read_to_string(path)
+        .map_err(|e| Failure::input(format!("cannot read the prompts in {}: {e}", path.display()), HINT))?;
+    let lines: Vec<String> = text.lines().map(str::to_string).collect();
+    if lines.is_empty() {
+        return Err(Failure::input(format!("{} has no prompt in it", path.display()), HINT).into());
+    }
+    if let Some(empty) = lines.iter().position(|l| l.trim().is_empty()) {
+        return Err(Failure::input(format!("line {} of {} is empty", empty + 1, path.display()), HINT).into());
+    }
+    Ok(lines)
+}
+
+/// Prints what is decoded: one text as it comes, several texts each when it is whole.
+struct Printer {
+    texts: Vec<String>,
+    silent: bool,
+    failed: Option<anyhow::Error>,
+}
+
+impl Printer {
+    fn event(&mut self, event: &Event) {
+        if self.silent || self.failed.is_some() {
+            return;
+        }
+        let alone = self.texts.len() == 1;
+        let text = match event {
+            Event::Token { text, .. } if alone => text.clone(),
+            Event::Finished { text, .. } if alone => format!("{text}\n"),
+            Event::Token { request, text, .. } => {
+                self.texts[*request].push_str(text);
+                return;
+            }
+            Event::Finished { request, text, .. } => {
+                format!("== prompt {}\n{}{text}\n\n", request + 1, self.texts[*request])
+            }
+            Event::Prefilled { .. } => return,
+        };
+        // Nobody can be told from inside the engine; the command reports it when the engine returns.
+        self.failed = output::text(&text).err();
+    }
+}
+
+fn report<'a>(generation: &'a Generation, engine: &'a kvant_engine::Engine) -> Report<'a> {
+    let cache = generation.cache;
+    Report {
+        requests: generation
+            .outcomes
+            .iter()
+            .map(|o| RequestReport {
+                prompt_tokens: o.prompt_tokens,
+                text: &o.text,
+                tokens: &o.tokens,
+                ttft_ms: o.ttft.as_secs_f64() * 1e3,
+                finish_reason: o.reason.as_str(),
+            })
+            .collect(),
+        decode_tok_s: generation.decode.tok_s(),
+        routes: &generation.routes,
+        cache: CacheReport {
+            scheme: engine.schemes().text(),
+            packed_bytes: cache.packed_bytes,
+            window_bytes: cache.window_bytes,
+            copy_bytes: cache.copy_bytes,
+            f16_bytes_equivalent: cache.f16_bytes_equivalent,
+        },
+        arm: super::arm_name(engine.arm()),
+        kernel: engine.kernel(),
+        threads: engine.threads(),
+        peak_rss_bytes: rss::peak_rss_bytes(),
+    }
+}
+
+/// One line on stderr: stdout carries the text alone.
+fn summary(report: &Report<'_>) -> Result<()> {
+    let held = report.cache.packed_bytes + report.cache.window_bytes + report.cache.copy_bytes;
+    let speed = report.decode_tok_s.map_or("no decode step".to_string(), |s| format!("decode {s:.1} tokens/s"));
+    let routes: Vec<_> = report.routes.iter().map(|(name, count)| format!("{name} {count}")).collect();
+    eprintln!(
+        "[{} prompt tokens, {} tokens, {speed}, cache {} {} ({:.2} times smaller than f16), arm {}, routes {}, {} threads]",
+        report.requests.iter().map(|r| r.prompt_tokens).sum::<usize>(),
+        report.requests.iter().map(|r| r.tokens.len()).sum::<usize>(),
+        report.cache.scheme,
+        units::mib(held),
+        report.cache.f16_bytes_equivalent as f64 / held.max(1) as f64,
+        report.arm,
+        routes.join(" "),
+        report.threads,
+    );
+    Ok(())
 }

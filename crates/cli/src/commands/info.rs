@@ -6,6 +6,8 @@ use crate::failure::Failure;
 use crate::table::{Align, Table};
 use crate::{models, output, rss, shape_text, units};
 use anyhow::Result;
+use kvant_engine::gguf::Gguf;
+use kvant_engine::model::Config;
 use kvant_kv::{LayerShape, Scheme};
 use kvant_roofline::Cost;
 use serde::Serialize;
@@ -127,15 +129,17 @@ fn layers_of(args: &InfoArgs) -> Result<(Option<String>, usize, LayerShape)> {
     let (layers, shape) = match models::known(name) {
         Some(known) => (known.layers, shape_text::layer_shape(known.q_heads, known.kv_heads, known.head_dim)?),
         None => {
-            todo!("read the header of {}", models::find(name)?.display())
+            let gguf = Gguf::open(&models::find(name)?).map_err(Failure::from)?;
+            let config = Config::read(&gguf).map_err(Failure::from)?;
+            (config.layers, config.shape)
         }
     };
     Ok((Some(name.to_string()), layers, shape))
 }
 
 fn row(scheme: Scheme, layers: usize, shape: LayerShape, kv_len: usize, memory_bytes: usize) -> Row {
-    let request_bytes = layers * Cost::of(shape, scheme, kv_len).bytes();
-    let f16_bytes = layers * Cost::of(shape, Scheme::F16, kv_len).bytes();
+    let request_bytes = layers * resident_bytes(shape, scheme, kv_len);
+    let f16_bytes = layers * resident_bytes(shape, Scheme::F16, kv_len);
     Row {
         scheme: scheme.to_string(),
         bits: scheme.bits_per_element(shape.head_dim),
@@ -143,6 +147,18 @@ fn row(scheme: Scheme, layers: usize, shape: LayerShape, kv_len: usize, memory_b
         times_smaller: f16_bytes as f64 / request_bytes as f64,
         requests: memory_bytes / request_bytes,
     }
+}
+
+/// Tokens by which the cache's f16 rows grow.
+const F16_BLOCK_LEN: usize = 32;
+
+/// What the cache allocates for one sequence of one layer: the packed groups, f16 rows in whole blocks behind them, and
+/// the sinks, whose block is there from the first token on.
+fn resident_bytes(shape: LayerShape, scheme: Scheme, kv_len: usize) -> usize {
+    let token_bytes = 4 * shape.row_len();
+    let sinks = scheme.packed().map_or(0, |p| p.sinks());
+    let tail = (kv_len - scheme.packed_len(kv_len)).next_multiple_of(F16_BLOCK_LEN);
+    Cost::of(shape, scheme, kv_len).packed_bytes + (tail + sinks) * token_bytes
 }
 
 /// The processor's name as the system gives it.
@@ -242,4 +258,33 @@ fn render(info: &Info) -> String {
         ]);
     }
     text + &fits.render()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvant_kv::{Arm, Cache, LayerConfig, Rows};
+
+    #[test]
+    fn what_fits_is_what_the_cache_allocates() {
+        for (q, kv, d) in [(9, 3, 64), (4, 2, 80), (8, 2, 128)] {
+            let shape = LayerShape::new(q, kv, d).unwrap();
+            for text in
+                ["f16", "k8v8g64w128s4p512", "k4v4g64w128s4p512", "k3v2g32", "k2v2g32w128s4p512", "k4v4g128w32s16"]
+            {
+                let scheme: Scheme = text.parse().unwrap();
+                let arm = if scheme == Scheme::F16 { Arm::F16 } else { Arm::Fused };
+                for len in [1, 31, 33, 200, 640, 1025] {
+                    let mut cache = Cache::new(&[LayerConfig { shape, scheme }], arm).unwrap();
+                    let rows = [Rows { seq: cache.add_sequence(), rows: len }];
+                    let zeros = vec![0.0; len * shape.row_len()];
+                    cache.append(0, &rows, &zeros, &zeros).unwrap();
+                    cache.commit(0, &rows).unwrap();
+                    let held = cache.bytes();
+                    let expected = held.packed_bytes + held.window_bytes;
+                    assert_eq!(resident_bytes(shape, scheme, len), expected, "{text} {len} tokens, head_dim {d}");
+                }
+            }
+        }
+    }
 }

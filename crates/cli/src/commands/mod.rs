@@ -8,8 +8,10 @@ pub mod generate;
 pub mod info;
 pub mod pull;
 
-use crate::args::Machine;
+use crate::args::{ArmName, Machine};
 use crate::failure::Failure;
+use clap::ValueEnum;
+use kvant_kv::Arm;
 
 impl Machine {
     /// Threads to use, once the device is one that this build has.
@@ -29,6 +31,11 @@ impl Machine {
 /// Cores this process may use.
 fn default_threads() -> usize {
     std::thread::available_parallelism().map_or(1, |n| n.get())
+}
+
+/// An arm as the command line and JSON call it.
+pub fn arm_name(arm: Arm) -> &'static str {
+    ArmName::value_variants().iter().find(|n| n.arm() == arm).map_or("unknown", |n| n.name())
 }
 
 /// Checks a kernel's name before anything slow happens.

@@ -1,0 +1,135 @@
+//! What commands that decode share: the model with its progress bar, the choice of scheme and arm, prompts as tokens.
+//! In: flags; out: the engine's own types. NOT here: decoding (the engine), printing.
+
+use crate::args::ArmName;
+use crate::failure::{Failure, SCHEME_HINT};
+use crate::{models, progress};
+use anyhow::Result;
+use kvant_engine::{Arm, Engine, EngineOptions, Event, LoadedModel, Message, Products, Schemes, load_schemes};
+use std::sync::Arc;
+
+/// Loads the model that `--model` names, with a bar.
+///
+/// # Errors
+/// [`Failure`] for a model that is not there or cannot be used.
+pub fn load(model: &str, threads: usize) -> Result<Arc<LoadedModel>> {
+    load_under(progress::percent("load the model"), model, threads)
+}
+
+/// The same without a bar.
+///
+/// # Errors
+/// As [`load`].
+pub fn load_silently(model: &str, threads: usize) -> Result<Arc<LoadedModel>> {
+    load_under(indicatif::ProgressBar::hidden(), model, threads)
+}
+
+fn load_under(bar: indicatif::ProgressBar, model: &str, threads: usize) -> Result<Arc<LoadedModel>> {
+    let path = models::find(model)?;
+    let loaded = LoadedModel::load(&path, threads, Products::default(), &|done, all| {
+        bar.set_length(all);
+        bar.set_position(done);
+    });
+    bar.finish_and_clear();
+    Ok(Arc::new(loaded.map_err(Failure::from)?))
+}
+
+/// The schemes and arm of a command that takes both: the default of each follows the other, contradictions are errors.
+///
+/// # Errors
+/// [`Failure`] for an unknown scheme or file, and for an arm that does not go with the scheme.
+pub fn schemes_and_arm(kv: Option<&str>, arm: Option<ArmName>, layers: usize) -> Result<(Schemes, Arm)> {
+    let text = kv.unwrap_or(if arm == Some(ArmName::F16) { "f16" } else { crate::args::DEFAULT_SCHEME });
+    let schemes = load_schemes(text, layers).map_err(Failure::from)?;
+    let plain = schemes.layers().iter().all(|s| s.packed().is_none());
+    let arm = match (arm, plain) {
+        (None, true) => Arm::F16,
+        (None, false) => Arm::Fused,
+        (Some(ArmName::F16), false) => {
+            return Err(Failure::input(
+                format!("--arm f16 keeps a plain f16 cache, so --kv {text} would have no effect"),
+                "leave one of the two out",
+            )
+            .into());
+        }
+        (Some(arm), true) if arm != ArmName::F16 => {
+            return Err(Failure::input(
+                format!("--arm {} needs a packed scheme, and --kv f16 packs nothing", arm.name()),
+                SCHEME_HINT,
+            )
+            .into());
+        }
+        (Some(arm), _) => arm.arm(),
+    };
+    Ok((schemes, arm))
+}
+
+/// An engine over a model.
+///
+/// # Errors
+/// [`Failure`] for what the engine refuses.
+pub fn engine(
+    model: &Arc<LoadedModel>,
+    threads: usize,
+    kernel: Option<&str>,
+    arm: Arm,
+    schemes: Schemes,
+) -> Result<Engine> {
+    let options = EngineOptions { threads, kernel: kernel.map(str::to_string), arm, schemes };
+    Ok(Engine::new(model.clone(), options).map_err(Failure::from)?)
+}
+
+/// Tokens of prompts, each in the chat template when `chat`.
+///
+/// # Errors
+/// [`Failure`] for a model without tokenizer or template.
+pub fn tokens(model: &LoadedModel, prompts: &[String], chat: bool) -> Result<Vec<Vec<u32>>> {
+    let one = |text: &String| {
+        if chat { model.encode_chat(&[Message::user(text.clone())]) } else { model.encode(text) }
+    };
+    Ok(prompts.iter().map(one).collect::<Result<_, _>>().map_err(Failure::from)?)
+}
+
+/// A bar over all prompts' tokens, moved by [`Prefill::event`].
+pub struct Prefill {
+    bar: indicatif::ProgressBar,
+    done: Vec<usize>,
+}
+
+impl Prefill {
+    /// A bar for these prompts.
+    pub fn new(prompts: &[Vec<u32>]) -> Self {
+        let all: usize = prompts.iter().map(Vec::len).sum();
+        Self { bar: progress::tokens("prefill", all as u64), done: vec![0; prompts.len()] }
+    }
+
+    /// Moves the bar; it goes away when every prompt is done.
+    pub fn event(&mut self, event: &Event) {
+        let Event::Prefilled { request, tokens, .. } = event else { return };
+        if let Some(done) = self.done.get_mut(*request) {
+            *done = *tokens;
+        }
+        let sum = self.done.iter().sum::<usize>() as u64;
+        self.bar.set_position(sum);
+        if self.bar.length().is_none_or(|all| sum >= all) {
+            self.bar.finish_and_clear();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scheme_and_arm_follow_each_other() {
+        let pick = |kv, arm| schemes_and_arm(kv, arm, 2).map(|(s, a)| (s.text().to_string(), a));
+        assert_eq!(pick(None, None).unwrap(), ("k4v4g64w128s4p512".into(), Arm::Fused));
+        assert_eq!(pick(Some("f16"), None).unwrap(), ("f16".into(), Arm::F16));
+        assert_eq!(pick(None, Some(ArmName::F16)).unwrap(), ("f16".into(), Arm::F16));
+        assert_eq!(pick(Some("k2v2g32"), Some(ArmName::DequantOnce)).unwrap(), ("k2v2g32".into(), Arm::DequantOnce));
+        assert!(pick(Some("k2v2g32"), Some(ArmName::F16)).is_err());
+        assert!(pick(Some("f16"), Some(ArmName::Fused)).is_err());
+        assert!(pick(Some("k9"), None).is_err());
+    }
+}
