@@ -118,6 +118,9 @@ impl Attention {
         check_len("length of q", layers.len() * rows * row_len, q.len())?;
         check_len("length of out", layers.len() * rows * row_len, out.len())?;
         check_options(options, batch.len(), shape.q_heads)?;
+        if batch.is_empty() {
+            return Ok(());
+        }
         let mut views = Vec::with_capacity(layers.len() * batch.len());
         for layer in layers.clone() {
             if cache.layer(layer)?.shape != shape {
@@ -177,6 +180,12 @@ impl Attention {
     /// Name of the kernel in use, as in the VARIANTS table.
     pub fn kernel(&self) -> &'static str {
         self.variant.name
+    }
+
+    /// Largest relative L2 error against [`reference::attend_cache_f64`] that this kernel promises, for calls that read
+    /// packed records and for calls that read f16 rows only.
+    pub fn tolerance(&self, packed: bool) -> f64 {
+        if packed { self.variant.packed_tolerance } else { self.variant.f16_tolerance }
     }
 
     /// Threads in use.

@@ -303,11 +303,6 @@ impl<'a> SeqView<'a> {
         self.groups.len()
     }
 
-    /// First position held as f16 rows.
-    pub(crate) fn tail_start(&self) -> usize {
-        self.tail_start
-    }
-
     /// K `[D][32]` and V `[32][D]` of one head for the 32 tokens from `position` (a multiple of 32, >= tail_start).
     pub(crate) fn f16_block(&self, head: usize, position: usize) -> (&'a [f16], &'a [f16]) {
         let block = &self.tail[(position - self.tail_start) / F16_BLOCK_LEN];
