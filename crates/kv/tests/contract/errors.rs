@@ -1,0 +1,168 @@
+//! Errors: each names what is wrong and where, and nothing of the call is done.
+
+use crate::numbers::{Rig, bits, tokens};
+use kvant_kv::{Arm, AttendOptions, Attention, Cache, Error, LayerConfig, LayerShape, Rows, Scheme};
+
+fn shape() -> LayerShape {
+    LayerShape::new(4, 2, 64).unwrap()
+}
+
+/// A rig of two layers with two requests, of 70 and 33 tokens.
+fn two_requests() -> (Rig, [crate::numbers::Request; 2]) {
+    let mut rig = Rig::layers(shape(), &["k4v4g32w8s2", "f16"], Arm::Fused, "portable", 1);
+    let requests = [rig.add(1), rig.add(2)];
+    rig.step(&[(requests[0], 70), (requests[1], 33)]);
+    (rig, requests)
+}
+
+#[test]
+fn a_value_that_f16_cannot_hold_names_its_place_and_nothing_is_stored() {
+    let bad = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 65520.0, -65520.0, 1e30];
+    for (i, value) in bad.into_iter().enumerate() {
+        for tensor in ["K", "V"] {
+            for layer in [0, 1] {
+                let (mut rig, [a, b]) = two_requests();
+                let before = (rig.cache.bytes(), bits(&rig.newest(a)), bits(&rig.newest(b)));
+                // 40 rows of a would pack a group; the bad value is in row 3 of b, head 1.
+                let batch = [Rows { seq: a.seq, rows: 40 }, Rows { seq: b.seq, rows: 5 }];
+                let mut t = tokens(1, layer, 70..115, &shape());
+                let x = if tensor == "K" { &mut t.k } else { &mut t.v };
+                x[(40 + 3) * 128 + 64 + 9 * i] = value;
+                let e = rig.cache.append(layer, &batch, &t.k, &t.v).unwrap_err();
+                let text = e.to_string();
+                let Error::NotFinite { tensor: t2, layer: l2, head: 1, token: 36, value: v2 } = e else {
+                    panic!("{e:?}")
+                };
+                assert!(t2 == tensor && l2 == layer && v2.to_bits() == value.to_bits(), "{text}");
+                let place = format!("layer {layer}, head 1, token 36");
+                assert!(text.starts_with(tensor) && text.contains(&place), "{text}");
+                assert_eq!(before, (rig.cache.bytes(), bits(&rig.newest(a)), bits(&rig.newest(b))));
+                assert_eq!((rig.cache.len(layer, a.seq), rig.cache.len(layer, b.seq)), (Ok(70), Ok(33)));
+            }
+        }
+    }
+}
+
+/// The largest numbers that round to a finite f16 are stored.
+#[test]
+fn values_that_round_to_the_largest_f16_are_stored() {
+    let (mut rig, [a, _]) = two_requests();
+    let mut t = tokens(1, 0, 70..71, &shape());
+    (t.k[5], t.v[7]) = (65519.0, -65519.0);
+    rig.cache.append(0, &[Rows { seq: a.seq, rows: 1 }], &t.k, &t.v).unwrap();
+    assert_eq!(rig.cache.len(0, a.seq), Ok(71));
+}
+
+#[test]
+fn calls_with_wrong_sequences_rows_layers_or_lengths_are_refused() {
+    let (mut rig, [a, b]) = two_requests();
+    let gone = rig.add(3);
+    rig.cache.remove_sequence(gone.seq).unwrap();
+    let bytes = rig.cache.bytes();
+    let one = |seq| Rows { seq, rows: 1 };
+    let row = vec![0.5; 128];
+    let rows = vec![0.5; 256];
+    let cache = &mut rig.cache;
+
+    let e = cache.append(0, &[one(a.seq), one(a.seq)], &rows, &rows).unwrap_err();
+    assert!(matches!(e, Error::DuplicateSequence { .. }), "{e}");
+    let e = cache.commit(0, &[one(a.seq), one(b.seq), one(a.seq)]).unwrap_err();
+    assert!(matches!(e, Error::DuplicateSequence { .. }), "{e}");
+    let e = cache.append(0, &[one(b.seq), Rows { seq: a.seq, rows: 0 }], &row, &row).unwrap_err();
+    assert!(matches!(e, Error::Shape { expected: 1, got: 0, .. }), "{e}");
+    for (k, v, what) in [(&rows, &row, "length of K"), (&row, &rows, "length of V"), (&vec![], &row, "length of K")] {
+        match cache.append(0, &[one(a.seq)], k, v).unwrap_err() {
+            Error::Shape { what: w, expected: 128, got } => {
+                assert_eq!((w, got), (what, if what == "length of K" { k.len() } else { v.len() }))
+            }
+            e => panic!("{e}"),
+        }
+    }
+    assert!(matches!(cache.append(0, &[one(a.seq), one(gone.seq)], &rows, &rows), Err(Error::NoSuchSequence { .. })));
+    assert!(matches!(cache.commit(0, &[one(gone.seq)]), Err(Error::NoSuchSequence { .. })));
+    assert!(matches!(cache.trim(gone.seq, 0), Err(Error::NoSuchSequence { .. })));
+    assert!(matches!(cache.remove_sequence(gone.seq), Err(Error::NoSuchSequence { .. })));
+    assert!(matches!(cache.len(0, gone.seq), Err(Error::NoSuchSequence { .. })));
+    let no_layer = Error::NoSuchLayer { layer: 2, layers: 2 };
+    assert_eq!(cache.append(2, &[one(a.seq)], &row, &row), Err(no_layer.clone()));
+    assert_eq!(cache.commit(2, &[one(a.seq)]), Err(no_layer.clone()));
+    assert_eq!(cache.len(2, a.seq), Err(no_layer.clone()));
+    assert_eq!(cache.layer_config(2), Err(no_layer));
+    assert!(matches!(cache.trim(a.seq, 71), Err(Error::Shape { expected: 70, got: 71, .. })));
+    assert_eq!(cache.bytes(), bytes, "none of these changed anything");
+    cache.append(0, &[], &[], &[]).unwrap();
+    cache.commit(0, &[]).unwrap();
+    assert_eq!(cache.bytes(), bytes, "an empty batch is nothing");
+    assert!(matches!(Cache::new(&[], Arm::Fused), Err(Error::Shape { .. })));
+}
+
+#[test]
+fn attention_refuses_what_it_cannot_answer() {
+    let (mut rig, [a, b]) = two_requests();
+    let gone = rig.add(3);
+    rig.cache.remove_sequence(gone.seq).unwrap();
+    let empty = rig.add(4);
+    let one = |seq| Rows { seq, rows: 1 };
+    let plain = AttendOptions::new(64);
+    let mut out = vec![7.0; 512];
+    let Rig { cache, attention, .. } = &mut rig;
+    let mut attend = |layer: usize, batch: &[Rows], q: &[f32], n: usize, options: &AttendOptions<'_>| {
+        attention.attend(cache, layer, batch, q, &mut out[..n], options).unwrap_err()
+    };
+    let q = vec![0.5; 512];
+    assert!(matches!(attend(0, &[one(gone.seq)], &q[..256], 256, &plain), Error::NoSuchSequence { .. }));
+    assert!(matches!(attend(2, &[one(a.seq)], &q[..256], 256, &plain), Error::NoSuchLayer { layer: 2, layers: 2 }));
+    assert!(matches!(attend(0, &[one(a.seq)], &q[..255], 256, &plain), Error::Shape { what: "length of q", .. }));
+    assert!(matches!(attend(0, &[one(a.seq)], &q[..256], 512, &plain), Error::Shape { what: "length of out", .. }));
+    assert!(matches!(attend(0, &[one(empty.seq)], &q[..256], 256, &plain), Error::Shape { expected: 0, got: 1, .. }));
+    assert!(matches!(attend(0, &[Rows { seq: a.seq, rows: 0 }], &[], 0, &plain), Error::Shape { got: 0, .. }));
+    let options = AttendOptions { sink_logits: Some(&[0.0; 3]), ..plain };
+    let e = attend(0, &[one(a.seq)], &q[..256], 256, &options);
+    assert_eq!(e, Error::Shape { what: "length of sink_logits", expected: 4, got: 3 });
+    let options = AttendOptions { first_visible: &[0], ..plain };
+    let e = attend(0, &[one(a.seq), one(b.seq)], &q, 512, &options);
+    assert_eq!(e, Error::Shape { what: "length of first_visible", expected: 2, got: 1 });
+    let mut q = q;
+    q[256 + 2 * 64 + 5] = f32::NEG_INFINITY;
+    let e = attend(1, &[one(a.seq), one(b.seq)], &q, 512, &plain);
+    let place = Error::NotFinite { tensor: "Q", layer: 1, head: 2, token: 32, value: f32::NEG_INFINITY };
+    assert_eq!(e, place);
+    assert!(out.iter().all(|&x| x == 7.0), "a refused call writes nothing");
+    assert!(attention.routes().values().sum::<u64>() == 2, "and counts nothing: the two are two_requests' own");
+}
+
+#[test]
+fn attention_over_an_empty_batch_is_nothing() {
+    let (mut rig, _) = two_requests();
+    rig.attention.attend(&rig.cache, 0, &[], &[], &mut [], &AttendOptions::new(64)).unwrap();
+    rig.attention.attend_layers(&rig.cache, 0..2, &[], &[], &mut [], &AttendOptions::new(64)).unwrap();
+}
+
+#[test]
+fn layers_of_different_shapes_are_no_axis() {
+    let other = LayerShape::new(4, 2, 128).unwrap();
+    let layers = [shape(), other].map(|shape| LayerConfig { shape, scheme: Scheme::F16 });
+    let mut cache = Cache::new(&layers, Arm::Fused).unwrap();
+    let seq = cache.add_sequence();
+    let rows = [Rows { seq, rows: 1 }];
+    cache.append(0, &rows, &[1.0; 128], &[1.0; 128]).unwrap();
+    cache.append(1, &rows, &[1.0; 256], &[1.0; 256]).unwrap();
+    let mut attention = Attention::new(1, None).unwrap();
+    let e = attention.attend_layers(&cache, 0..2, &rows, &[0.0; 512], &mut [0.0; 512], &AttendOptions::new(64));
+    assert!(matches!(e, Err(Error::Shape { what: "layers of one shape", .. })));
+}
+
+#[test]
+fn threads_and_kernels_that_do_not_exist_are_refused() {
+    assert!(matches!(Attention::new(0, None), Err(Error::Threads { threads: 0, .. })));
+    assert!(matches!(Attention::new(100_000, None), Err(Error::Threads { threads: 100_000, .. })));
+    let Err(e) = Attention::new(1, Some("avx1024")) else { panic!("there is no such kernel") };
+    assert!(e.to_string().contains("avx1024") && e.to_string().contains("portable"), "{e}");
+    for (name, available) in kvant_kv::attend::kernels() {
+        match (available, Attention::new(1, Some(name))) {
+            (Ok(()), Ok(attention)) => assert_eq!(attention.kernel(), name),
+            (Err(why), Err(Error::Unsupported { kernel, why: told })) => assert_eq!((name, why), (&*kernel, told)),
+            (available, _) => panic!("{name}: {available:?}, yet the other way"),
+        }
+    }
+}
