@@ -2,7 +2,7 @@
 //! Accuracy: f32 sums in a fixed order; relative error about 1e-6.
 //! NOT here: the loop (generic.rs), the bit format (quant/pack.rs).
 
-use super::generic::{Kernel, MAX_FOLD};
+use super::generic::{Kernel, Lanes, MAX_FOLD};
 use super::portable::{EXP2, MIN_EXP};
 use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES};
 use half::f16;
@@ -66,10 +66,10 @@ impl Kernel for Avx2 {
     }
 
     #[inline(always)]
-    fn dot<const H: usize>(self, x: &[f32], stride: usize, y: &[f16]) -> [f32; H] {
+    fn dot<const H: usize>(self, x: &[f32], stride: usize, y: &[f16], sums: &mut [Lanes; H]) {
         assert!(x.len() >= (H - 1) * stride + y.len() && y.len().is_multiple_of(16));
         // SAFETY: self proves the features; lengths were just checked.
-        unsafe { dot(x, stride, y) }
+        unsafe { dot(x, stride, y, sums) }
     }
 
     #[inline(always)]
@@ -243,20 +243,20 @@ unsafe fn panel<const BITS: u32, const SETS: usize, const H: usize>(
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn dot<const H: usize>(x: &[f32], stride: usize, y: &[f16]) -> [f32; H] {
-    let mut acc = [_mm256_setzero_ps(); H];
-    for i in (0..y.len()).step_by(8) {
-        // SAFETY: the caller checked the lengths.
-        unsafe {
-            let y = load_f16(y.as_ptr().add(i));
-            for (h, acc) in acc.iter_mut().enumerate() {
-                *acc = _mm256_fmadd_ps(_mm256_loadu_ps(x.as_ptr().add(h * stride + i)), y, *acc);
+unsafe fn dot<const H: usize>(x: &[f32], stride: usize, y: &[f16], sums: &mut [Lanes; H]) {
+    // SAFETY: the caller checked the lengths; Lanes are 16 numbers.
+    unsafe {
+        for i in (0..y.len()).step_by(16) {
+            let y = [load_f16(y.as_ptr().add(i)), load_f16(y.as_ptr().add(i + 8))];
+            for (h, sums) in sums.iter_mut().enumerate() {
+                for (half, y) in y.iter().enumerate() {
+                    let sum = sums.0.as_mut_ptr().add(8 * half);
+                    let x = _mm256_loadu_ps(x.as_ptr().add(h * stride + i + 8 * half));
+                    _mm256_storeu_ps(sum, _mm256_fmadd_ps(x, *y, _mm256_loadu_ps(sum)));
+                }
             }
         }
     }
-    let mut sums = [0.0; H];
-    (0..H).for_each(|h| sums[h] = sum_lanes(acc[h]));
-    sums
 }
 
 /// Scores of 16 of the 32 tokens, from `token` on.

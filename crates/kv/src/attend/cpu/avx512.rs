@@ -7,11 +7,12 @@
 //! Tried and lost: one limb per multiplier (error 0.15 unless the codes are centred).
 //! NOT here: the loop (generic.rs), the bit format (quant/pack.rs).
 
-use super::generic::{Kernel, MAX_FOLD};
+use super::generic::{Kernel, Lanes, MAX_FOLD};
 use super::portable::{EXP2, MIN_EXP};
 use crate::quant::pack::{LINE, PANEL_LANES, SLOT_LANES};
 use half::f16;
 use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
 
 /// What [`Avx512Vnni::new`] looks for.
 pub(crate) const NEEDS: &str = "avx512f, avx512bw, avx512vl, avx512dq, avx512vnni";
@@ -84,10 +85,10 @@ impl Kernel for Avx512Vnni {
     }
 
     #[inline(always)]
-    fn dot<const H: usize>(self, x: &[f32], stride: usize, y: &[f16]) -> [f32; H] {
+    fn dot<const H: usize>(self, x: &[f32], stride: usize, y: &[f16], sums: &mut [Lanes; H]) {
         assert!(x.len() >= (H - 1) * stride + y.len() && y.len().is_multiple_of(16));
         // SAFETY: self proves the features; lengths were just checked.
-        unsafe { dot(x, stride, y) }
+        unsafe { dot(x, stride, y, sums) }
     }
 
     #[inline(always)]
@@ -153,31 +154,66 @@ unsafe fn load_f16(p: *const f16) -> __m512 {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn fold<const H: usize>(x: &[f32], stride: usize, scales: &[f16], folded: &mut Limbs<H>) {
     let n = scales.len();
-    for h in 0..H {
-        // SAFETY: the caller checked that row h of x has n elements; n is a multiple of 16 and at most MAX_FOLD.
+    // Written before it is read; clearing it would cost as much as the fold itself.
+    let mut products = MaybeUninit::<Products<H>>::uninit();
+    let products = products.as_mut_ptr().cast::<f32>();
+    let mut top = [_mm512_setzero_ps(); H];
+    for i in (0..n).step_by(16) {
+        // SAFETY: the caller checked that every row of x has n elements; n is a multiple of 16 and at most MAX_FOLD.
         unsafe {
-            let x = x.as_ptr().add(h * stride);
-            let mut top = _mm512_setzero_ps();
-            for i in (0..n).step_by(16) {
-                let y = _mm512_mul_ps(_mm512_loadu_ps(x.add(i)), load_f16(scales.as_ptr().add(i)));
-                top = _mm512_max_ps(top, _mm512_abs_ps(y));
+            let scale = load_f16(scales.as_ptr().add(i));
+            for h in 0..H {
+                let y = _mm512_mul_ps(_mm512_loadu_ps(x.as_ptr().add(h * stride + i)), scale);
+                top[h] = _mm512_max_ps(top[h], _mm512_abs_ps(y));
+                _mm512_store_ps(products.add(h * MAX_FOLD + i), y);
             }
-            // All zero: any positive number keeps 0/top = 0.
-            let top = _mm512_reduce_max_ps(top).max(f32::MIN_POSITIVE);
-            folded.descale[h] = top / TOP;
-            let factor = _mm512_set1_ps(TOP / top);
-            let (hi, lo) = (folded.limbs[0][h].as_mut_ptr(), folded.limbs[1][h].as_mut_ptr());
-            for i in (0..n).step_by(16) {
-                let y = _mm512_mul_ps(_mm512_loadu_ps(x.add(i)), load_f16(scales.as_ptr().add(i)));
-                let y = _mm512_cvtps_epi32(_mm512_mul_ps(y, factor));
-                let high = _mm512_srai_epi32::<7>(_mm512_add_epi32(y, _mm512_set1_epi32(64)));
-                let low = _mm512_sub_epi32(y, _mm512_slli_epi32::<7>(high));
+        }
+    }
+    for h in 0..H {
+        // All zero: any positive number keeps 0/top = 0.
+        let top = _mm512_reduce_max_ps(top[h]).max(f32::MIN_POSITIVE);
+        folded.descale[h] = top / TOP;
+        let factor = _mm512_set1_ps(TOP / top);
+        let integers = |i: usize| {
+            // SAFETY: i + 16 <= n <= MAX_FOLD, and the first n products of every row were stored above.
+            let y = unsafe { _mm512_load_ps(products.add(h * MAX_FOLD + i)) };
+            _mm512_cvtps_epi32(_mm512_mul_ps(y, factor))
+        };
+        // Whole 64s: 16-bit arithmetic, then the packs' interleaving of 128-bit lanes is undone once per limb.
+        let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        let (hi, lo) = (folded.limbs[0][h].as_mut_ptr(), folded.limbs[1][h].as_mut_ptr());
+        let whole = n / 64 * 64;
+        for i in (0..whole).step_by(64) {
+            let a = _mm512_packs_epi32(integers(i), integers(i + 16));
+            let b = _mm512_packs_epi32(integers(i + 32), integers(i + 48));
+            let round = _mm512_set1_epi16(64);
+            let high = [a, b].map(|y| _mm512_srai_epi16::<7>(_mm512_add_epi16(y, round)));
+            let low_a = _mm512_sub_epi16(a, _mm512_slli_epi16::<7>(high[0]));
+            let low_b = _mm512_sub_epi16(b, _mm512_slli_epi16::<7>(high[1]));
+            let high = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(high[0], high[1]));
+            let low = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low_a, low_b));
+            // SAFETY: i + 64 <= MAX_FOLD.
+            unsafe {
+                _mm512_storeu_si512(hi.add(i).cast(), high);
+                _mm512_storeu_si512(lo.add(i).cast(), low);
+            }
+        }
+        for i in (whole..n).step_by(16) {
+            let y = integers(i);
+            let high = _mm512_srai_epi32::<7>(_mm512_add_epi32(y, _mm512_set1_epi32(64)));
+            let low = _mm512_sub_epi32(y, _mm512_slli_epi32::<7>(high));
+            // SAFETY: i + 16 <= MAX_FOLD.
+            unsafe {
                 _mm_storeu_si128(hi.add(i).cast(), _mm512_cvtepi32_epi8(high));
                 _mm_storeu_si128(lo.add(i).cast(), _mm512_cvtepi32_epi8(low));
             }
         }
     }
 }
+
+/// Buffer of [`fold`]: `[H][MAX_FOLD]`.
+#[repr(align(64))]
+struct Products<const H: usize>([[f32; MAX_FOLD]; H]);
 
 /// One panel of `16*SETS` lanes. Slots go to the accumulator of their set; the field of set s is left at bit `BITS*s`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
@@ -286,20 +322,19 @@ unsafe fn panel<const BITS: u32, const SETS: usize, const H: usize>(
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn dot<const H: usize>(x: &[f32], stride: usize, y: &[f16]) -> [f32; H] {
-    let mut acc = [_mm512_setzero_ps(); H];
-    for i in (0..y.len()).step_by(16) {
-        // SAFETY: the caller checked the lengths.
-        unsafe {
+unsafe fn dot<const H: usize>(x: &[f32], stride: usize, y: &[f16], sums: &mut [Lanes; H]) {
+    // SAFETY: the caller checked the lengths; Lanes are 16 aligned numbers.
+    unsafe {
+        let mut acc = [_mm512_setzero_ps(); H];
+        (0..H).for_each(|h| acc[h] = _mm512_load_ps(sums[h].0.as_ptr()));
+        for i in (0..y.len()).step_by(16) {
             let y = load_f16(y.as_ptr().add(i));
             for (h, acc) in acc.iter_mut().enumerate() {
                 *acc = _mm512_fmadd_ps(_mm512_loadu_ps(x.as_ptr().add(h * stride + i)), y, *acc);
             }
         }
+        (0..H).for_each(|h| _mm512_store_ps(sums[h].0.as_mut_ptr(), acc[h]));
     }
-    let mut sums = [0.0; H];
-    (0..H).for_each(|h| sums[h] = _mm512_reduce_add_ps(acc[h]));
-    sums
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]

@@ -7,6 +7,7 @@
 //! NOT here: instructions (one file per instruction set), ranges and threads (attend/plan.rs).
 
 use crate::cache::layout::{F16_BLOCK_LEN, RecordLayout};
+use crate::quant::pack::SLOT_LANES;
 use half::f16;
 use std::ops::Range;
 
@@ -52,6 +53,22 @@ pub(crate) struct Task<'a> {
     pub last_visible: &'a [usize],
 }
 
+/// 16 partial sums: adding them up waits until the total is needed.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+pub(crate) struct Lanes(pub [f32; SLOT_LANES]);
+
+impl Lanes {
+    pub(crate) const ZERO: Self = Self([0.0; SLOT_LANES]);
+
+    /// The total, by halves: a tree is faster than a chain and rounds better.
+    pub(crate) fn total(&self) -> f32 {
+        let a: [f32; 8] = std::array::from_fn(|i| self.0[i] + self.0[i + 8]);
+        let b: [f32; 4] = std::array::from_fn(|i| a[i] + a[i + 4]);
+        (b[0] + b[2]) + (b[1] + b[3])
+    }
+}
+
 /// The vector operations of one instruction set. A value of an implementing type proves that the processor has it.
 ///
 /// Matrices are f32 with a row `stride`; row h belongs to query vector h of H.
@@ -74,8 +91,8 @@ pub(crate) trait Kernel: Copy {
         stride: usize,
         prefetch: *const u8,
     );
-    /// `sum over i of x[h][i] * y[i]`; the length of `y` is a multiple of 16.
-    fn dot<const H: usize>(self, x: &[f32], stride: usize, y: &[f16]) -> [f32; H];
+    /// `sum over i of x[h][i] * y[i]`, added lane by lane (i mod 16) to `sums`; the length of `y` is a multiple of 16.
+    fn dot<const H: usize>(self, x: &[f32], stride: usize, y: &[f16], sums: &mut [Lanes; H]);
     /// `out[h][token] = sum over channels of q[h][channel] * k[channel][token]` for 32 tokens.
     fn f16_scores<const H: usize>(
         self,
@@ -147,8 +164,9 @@ fn attend_vectors<K: Kernel, const H: usize>(
     let mut folded = kernel.folded::<H>();
     keys.scores(kernel, q, scores.0.as_flattened_mut(), &mut folded);
     for j in 0..sinks {
-        let dots = kernel.dot::<H>(q, d, &task.source.sinks(task.head).0[j * d..][..d]);
-        (0..H).for_each(|h| scores.0[h][j] = dots[h]);
+        let mut dots = [Lanes::ZERO; H];
+        kernel.dot(q, d, &task.source.sinks(task.head).0[j * d..][..d], &mut dots);
+        (0..H).for_each(|h| scores.0[h][j] = dots[h].total());
     }
 
     let padded = keys.padded_len();
@@ -228,9 +246,10 @@ impl Keys<'_> {
                 let next = records.peek().map_or(record.as_ptr(), |r| r.1.as_ptr());
                 let (scales, zeros) = layout.k_params(record);
                 kernel.fold::<H>(q, d, scales, folded);
-                let zero = kernel.dot::<H>(q, d, zeros);
+                let mut zero = [Lanes::ZERO; H];
+                kernel.dot(q, d, zeros, &mut zero);
                 let at = position - self.base();
-                (0..H).for_each(|h| out[h * RANGE_LEN + at..][..layout.group_len].fill(zero[h]));
+                (0..H).for_each(|h| out[h * RANGE_LEN + at..][..layout.group_len].fill(zero[h].total()));
                 for p in layout.k_panels() {
                     let out = &mut out[at + p.first_lane..];
                     let ahead = next.wrapping_add(p.bytes.start);
@@ -250,7 +269,7 @@ impl Keys<'_> {
         let d = self.task.head_dim;
         if let Some(layout) = self.task.records {
             // At most head_dim / 32 channel groups.
-            let mut zero_sums = [[0.0; H]; MAX_FOLD / 32];
+            let mut zero_sums = [[Lanes::ZERO; H]; MAX_FOLD / 32];
             let mut records = self.records(layout).peekable();
             while let Some((position, record)) = records.next() {
                 let next = records.peek().map_or(record.as_ptr(), |r| r.1.as_ptr());
@@ -259,8 +278,7 @@ impl Keys<'_> {
                 for group in 0..layout.v_groups() {
                     let (scales, zeros) = layout.v_params(record, group);
                     kernel.fold::<H>(p, RANGE_LEN, scales, folded);
-                    let zero = kernel.dot::<H>(p, RANGE_LEN, zeros);
-                    (0..H).for_each(|h| zero_sums[group][h] += zero[h]);
+                    kernel.dot(p, RANGE_LEN, zeros, &mut zero_sums[group]);
                     let channels = layout.v_channels(group);
                     while let Some(p) = panels.next_if(|p| channels.contains(&p.first_lane)) {
                         let ahead = next.wrapping_add(p.bytes.start);
@@ -272,7 +290,8 @@ impl Keys<'_> {
             for group in 0..layout.v_groups() {
                 for h in 0..H {
                     let channels = &mut out[h * MAX_FOLD..][layout.v_channels(group)];
-                    channels.iter_mut().for_each(|x| *x += zero_sums[group][h]);
+                    let zero = zero_sums[group][h].total();
+                    channels.iter_mut().for_each(|x| *x += zero);
                 }
             }
         }

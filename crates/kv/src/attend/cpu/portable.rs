@@ -2,7 +2,7 @@
 //! Accuracy: f32 sums in a fixed order; relative error about 1e-6 over records, limited by f32.
 //! NOT here: instruction sets; the loop (generic.rs).
 
-use super::generic::{Kernel, MAX_FOLD};
+use super::generic::{Kernel, Lanes, MAX_FOLD};
 use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES};
 use half::f16;
 use half::slice::HalfFloatSliceExt;
@@ -56,17 +56,15 @@ impl Kernel for Portable {
         }
     }
 
-    fn dot<const H: usize>(self, x: &[f32], stride: usize, y: &[f16]) -> [f32; H] {
+    fn dot<const H: usize>(self, x: &[f32], stride: usize, y: &[f16], sums: &mut [Lanes; H]) {
         let n = y.len();
         let mut numbers = [0.0; MAX_FOLD];
         y.convert_to_f32_slice(&mut numbers[..n]);
-        std::array::from_fn(|h| {
-            let mut acc = [0.0f32; SLOT_LANES];
+        for (h, sums) in sums.iter_mut().enumerate() {
             for (x, y) in x[h * stride..][..n].chunks_exact(SLOT_LANES).zip(numbers.chunks_exact(SLOT_LANES)) {
-                (0..SLOT_LANES).for_each(|t| acc[t] += x[t] * y[t]);
+                (0..SLOT_LANES).for_each(|t| sums.0[t] += x[t] * y[t]);
             }
-            acc.iter().sum()
-        })
+        }
     }
 
     fn f16_scores<const H: usize>(
