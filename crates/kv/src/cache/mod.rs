@@ -46,6 +46,9 @@ pub struct LayerConfig {
     pub scheme: Scheme,
 }
 
+/// Most numbers of K (and of V) whose rounded copy is kept between calls: some hundred rows of decoding.
+const MAX_KEPT: usize = 1 << 18;
+
 /// Handle of a sequence in a [`Cache`]. Not reused while the cache lives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SeqId(pub(crate) usize);
@@ -168,6 +171,21 @@ impl Cache {
                 return Err(Error::NotFinite { tensor, layer, head, token: held + row, value: x[at] });
             }
         }
+        let result = self.store_rounded(layer, batch);
+        // A long prompt's copy must not stay beside the cache.
+        for rounded in [&mut self.rounded.0, &mut self.rounded.1] {
+            if rounded.capacity() > MAX_KEPT {
+                *rounded = Vec::new();
+            }
+        }
+        result
+    }
+
+    /// Stores the checked rows of a call: all of them or, on error, none.
+    fn store_rounded(&mut self, layer: usize, batch: &[Rows]) -> Result<(), Error> {
+        let spec = &self.layers[layer];
+        let row_len = spec.shape.row_len();
+        let (k16, v16) = (&self.rounded.0, &self.rounded.1);
         let mut at = 0;
         for (done, entry) in batch.iter().enumerate() {
             let range = at..at + entry.rows * row_len;

@@ -215,7 +215,18 @@ impl Store {
         let start = spec.scheme.packed_len(self.len);
         let gone = (start - self.tail_start) / F16_BLOCK_LEN;
         self.tail_start = start;
-        self.tail.drain(..gone).for_each(|b| pools.get_mut(spec.f16_pool).free(b));
+        if gone > 0 {
+            // The rows that stay move to the oldest blocks: after a long prompt the newest ones would each keep a chunk
+            // of free blocks from going back to the operating system.
+            let pool = pools.get_mut(spec.f16_pool);
+            let mut stay = self.tail.split_off(gone);
+            for (old, young) in self.tail.iter_mut().zip(&mut stay) {
+                pool.copy(young, old);
+                std::mem::swap(young, old);
+            }
+            self.tail.drain(..).for_each(|b| pool.free(b));
+            self.tail = stay.into_iter().map(|b| pool.settle(b)).collect();
+        }
     }
 
     /// Whether [`Store::trim`] to `len` tokens would find the f16 rows it needs.

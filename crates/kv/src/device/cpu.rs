@@ -34,7 +34,6 @@ pub(crate) struct BlockPool {
     block_bytes: usize,
     /// Slots keep their index for life, so that handles stay valid when another chunk is unmapped.
     chunks: Vec<Option<Chunk>>,
-    next_chunk_bytes: usize,
     in_use: usize,
 }
 
@@ -42,7 +41,7 @@ impl BlockPool {
     /// `block_bytes`: a multiple of 64 (every layout is made of whole cache lines).
     pub(crate) fn new(block_bytes: usize) -> Self {
         assert!(block_bytes > 0 && block_bytes.is_multiple_of(ALIGN), "blocks are whole cache lines: {block_bytes}");
-        Self { block_bytes, chunks: Vec::new(), next_chunk_bytes: HUGE_PAGE, in_use: 0 }
+        Self { block_bytes, chunks: Vec::new(), in_use: 0 }
     }
 
     pub(crate) fn block_bytes(&self) -> usize {
@@ -56,7 +55,7 @@ impl BlockPool {
 
     /// A block whose bytes are all zero.
     pub(crate) fn alloc(&mut self) -> Result<Block, Error> {
-        let slot = match self.chunks.iter().position(|c| c.as_ref().is_some_and(|c| !c.free.is_empty())) {
+        let slot = match self.first_with_room() {
             Some(slot) => slot,
             None => self.map_chunk()?,
         };
@@ -64,6 +63,29 @@ impl BlockPool {
         let index = chunk.free.pop().expect("chunk has a free block");
         self.in_use += 1;
         Ok(Block { chunk: slot as u32, index })
+    }
+
+    /// The first chunk that has a free block.
+    fn first_with_room(&self) -> Option<usize> {
+        self.chunks.iter().position(|c| c.as_ref().is_some_and(|c| !c.free.is_empty()))
+    }
+
+    /// Moves a block to an earlier chunk when one has room. Whoever frees many blocks settles the few that stay: one
+    /// block would keep a whole chunk from going back to the operating system.
+    pub(crate) fn settle(&mut self, block: Block) -> Block {
+        if self.first_with_room().is_none_or(|slot| slot >= block.chunk as usize) {
+            return block;
+        }
+        let Ok(settled) = self.alloc() else { return block };
+        self.copy(&block, &settled);
+        self.free(block);
+        settled
+    }
+
+    /// Copies the bytes of one block over those of another.
+    pub(crate) fn copy(&mut self, from: &Block, to: &Block) {
+        let bytes = self.bytes(from).to_vec();
+        self.bytes_mut(to).copy_from_slice(&bytes);
     }
 
     /// Takes a block back. Its bytes are cleared now, so that `alloc` need not know which blocks are fresh.
@@ -75,9 +97,6 @@ impl BlockPool {
         self.in_use -= 1;
         if chunk.free.len() == chunk.blocks as usize {
             self.chunks[slot] = None;
-            if self.in_use == 0 {
-                self.next_chunk_bytes = HUGE_PAGE;
-            }
         }
     }
 
@@ -91,9 +110,10 @@ impl BlockPool {
         &mut chunk.map[chunk.start + block.index as usize * self.block_bytes..][..self.block_bytes]
     }
 
-    /// Maps one more chunk and returns its slot. Pages that no block has touched take no memory.
+    /// Maps one more chunk, as large as all blocks in use, and returns its slot. Pages that no block has touched take no
+    /// memory.
     fn map_chunk(&mut self) -> Result<usize, Error> {
-        let bytes = self.next_chunk_bytes.max(self.block_bytes.next_multiple_of(HUGE_PAGE));
+        let bytes = self.in_use_bytes().clamp(HUGE_PAGE, MAX_CHUNK).max(self.block_bytes).next_multiple_of(HUGE_PAGE);
         let no_memory = |_| Error::OutOfMemory { bytes };
         let map = MmapOptions::new().len(bytes + HUGE_PAGE).map_anon().map_err(no_memory)?;
         // Huge pages are a wish: a kernel without them serves small ones, slower but right.
@@ -102,7 +122,6 @@ impl BlockPool {
         let start = map.as_ptr().align_offset(HUGE_PAGE);
         let blocks = (bytes / self.block_bytes) as u32;
         let chunk = Chunk { map, start, free: (0..blocks).rev().collect(), blocks };
-        self.next_chunk_bytes = (self.next_chunk_bytes * 2).min(MAX_CHUNK);
         let slot = self.chunks.iter().position(Option::is_none).unwrap_or_else(|| {
             self.chunks.push(None);
             self.chunks.len() - 1
@@ -147,6 +166,22 @@ mod tests {
         let again = pool.alloc().unwrap();
         assert!(pool.bytes(&again).iter().all(|&x| x == 0));
         assert!(pool.bytes(&keep).iter().all(|&x| x == 0));
+    }
+
+    #[test]
+    fn a_settled_block_lets_its_chunk_go() {
+        let mut pool = BlockPool::new(1 << 20);
+        // Chunks of 2 MiB: the last block is alone in the second once the first ones are free.
+        let mut blocks: Vec<_> = (0..3).map(|_| pool.alloc().unwrap()).collect();
+        let last = blocks.pop().unwrap();
+        pool.bytes_mut(&last).fill(9);
+        let settled = pool.settle(last);
+        assert_eq!(settled.chunk, 1, "no earlier chunk has room yet");
+        pool.free(blocks.remove(0));
+        let settled = pool.settle(settled);
+        assert_eq!(settled.chunk, 0);
+        assert!(pool.bytes(&settled).iter().all(|&x| x == 9));
+        assert!(pool.chunks[1].is_none() && pool.in_use_bytes() == 2 << 20);
     }
 
     #[test]
