@@ -88,7 +88,7 @@ impl Linear {
         let linear = Self { k, k_padded, outputs, slices, exact: None, block };
         // The first product of a matrix lays its weights out for the fast path: part of loading, not of a first token.
         let zeros = Tensor::zeros((2, k_padded), candle_core::DType::F32, &Device::Cpu)?;
-        linear.slices.par_iter().try_for_each(|slice| multiply(slice, &zeros).map(drop))?;
+        linear.slices.par_iter().flatten().try_for_each(|part| multiply(&[part], &zeros).map(drop))?;
         Ok(linear)
     }
 
@@ -123,7 +123,10 @@ impl Linear {
                 .slices
                 .par_iter()
                 .with_max_len(1)
-                .map(|slice| multiply(slice, &stacked.rows).map(|products| stacked.add(slice, &products)))
+                .map(|slice| {
+                    let parts: Vec<&Part> = slice.iter().collect();
+                    multiply(&parts, &stacked.rows).map(|products| stacked.add(&parts, &products))
+                })
                 .collect::<Result<Vec<_>, Error>>()?;
             for (slice, results) in self.slices.iter().zip(results) {
                 for (part, sums) in slice.iter().zip(results) {
@@ -145,13 +148,13 @@ impl Linear {
         }
         items.into_par_iter().with_max_len(1).try_for_each(|(x, mut out)| {
             let stacked = Stacked::new(x, self.k, self.k_padded, self.block)?;
-            for slice in &self.slices {
-                let products = multiply(slice, &stacked.rows)?;
-                for (part, sums) in slice.iter().zip(stacked.add(slice, &products)) {
-                    let n = self.outputs[part.output];
-                    for (to, from) in out[part.output].chunks_exact_mut(n).zip(sums.chunks_exact(part.columns.len())) {
-                        to[part.columns.clone()].copy_from_slice(from);
-                    }
+            // All parts in one call: candle rounds the rows once for all of them.
+            let parts: Vec<&Part> = self.slices.iter().flatten().collect();
+            let products = multiply(&parts, &stacked.rows)?;
+            for (part, sums) in parts.iter().zip(stacked.add(&parts, &products)) {
+                let n = self.outputs[part.output];
+                for (to, from) in out[part.output].chunks_exact_mut(n).zip(sums.chunks_exact(part.columns.len())) {
+                    to[part.columns.clone()].copy_from_slice(from);
                 }
             }
             Ok(())
@@ -226,8 +229,8 @@ impl Stacked {
     }
 
     /// Adds the two products of each row, drops padding, and marks what is no number. Per part: `[rows][columns]`.
-    fn add(&self, slice: &[Part], products: &[Tensor]) -> Vec<Vec<f32>> {
-        let add = |(part, product): (&Part, &Tensor)| {
+    fn add(&self, parts: &[&Part], products: &[Tensor]) -> Vec<Vec<f32>> {
+        let add = |(part, product): (&&Part, &Tensor)| {
             let width = part.columns.len();
             let padded = width.next_multiple_of(N_TILE);
             let (storage, _) = product.storage_and_layout();
@@ -246,7 +249,7 @@ impl Stacked {
             }
             sums
         };
-        slice.iter().zip(products).map(add).collect()
+        parts.iter().zip(products).map(add).collect()
     }
 }
 
@@ -273,9 +276,9 @@ fn split_block(x: &[f32], high: &mut [f32], low: &mut [f32]) -> bool {
     true
 }
 
-/// Products of stacked rows with every part of a slice.
-fn multiply(slice: &[Part], rows: &Tensor) -> Result<Vec<Tensor>, Error> {
-    let weights: Vec<&QTensor> = slice.iter().map(|p| &p.weights).collect();
+/// Products of stacked rows with each of these parts.
+fn multiply(parts: &[&Part], rows: &Tensor) -> Result<Vec<Tensor>, Error> {
+    let weights: Vec<&QTensor> = parts.iter().map(|p| &p.weights).collect();
     if let Some(products) = QTensor::gemv_fused_shared_lhs(&weights, rows)? {
         return Ok(products);
     }

@@ -1,0 +1,323 @@
+//! The tiny models' forward pass: against a plain f64 one, batched against alone, and ends of requests.
+
+mod tiny_model;
+
+use candle_core::quantized::GgmlDType;
+use kvant_engine::model::linear::{Linear, WeightRows};
+use kvant_engine::{
+    Arm, Engine, EngineOptions, Error, Event, Feed, FinishReason, Forced, LoadedModel, Message, Pool, Products,
+    Request, Sampling, load_schemes,
+};
+use std::ops::Range;
+use std::sync::Arc;
+use tiny_model::{IM_END, Parts, Tiny, VOCABULARY, reference};
+
+fn load(parts: &Parts, products: Products) -> Arc<LoadedModel> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = parts.write(folder.path(), "tiny.gguf");
+    Arc::new(LoadedModel::load(&path, 2, products, &|_, _| {}).unwrap())
+}
+
+fn engine(loaded: &Arc<LoadedModel>, scheme: &str, arm: Arm, threads: usize) -> Engine {
+    let schemes = load_schemes(scheme, loaded.config().layers).unwrap();
+    Engine::new(loaded.clone(), EngineOptions { threads, kernel: None, arm, schemes }).unwrap()
+}
+
+fn tokens(n: usize, seed: usize) -> Vec<u32> {
+    (0..n).map(|i| ((i * 37 + seed * 101 + i * i * 7) % 256) as u32).collect()
+}
+
+fn logits(engine: &mut Engine, tokens: &[u32], prompt: usize, feed: Feed) -> Vec<Vec<f32>> {
+    let mut all = Vec::new();
+    engine
+        .follow(&[Forced { tokens, prompt }], feed, &mut |_, _, l| {
+            all.push(l.to_vec());
+            Ok(())
+        })
+        .unwrap();
+    all
+}
+
+fn distance(got: &[f32], expected: &[f64]) -> f64 {
+    let off: f64 = got.iter().zip(expected).map(|(g, e)| (f64::from(*g) - e).powi(2)).sum();
+    (off / expected.iter().map(|e| e * e).sum::<f64>()).sqrt()
+}
+
+#[test]
+fn logits_equal_a_plain_f64_forward_pass() {
+    let base = Tiny::default();
+    for tiny in [
+        base.clone(),
+        Tiny { q_heads: 2, kv_heads: 1, head_dim: 80, hidden: 160, tied: false, ..base.clone() },
+        Tiny { q_heads: 3, kv_heads: 3, head_dim: 96, hidden: 288, forward: 512, ..base.clone() },
+        Tiny { q_heads: 4, kv_heads: 1, head_dim: 128, hidden: 96, layers: 1, ..base.clone() },
+        Tiny { q_heads: 2, kv_heads: 1, head_dim: 256, hidden: 512, layers: 1, ..base.clone() },
+    ] {
+        let parts = tiny.parts();
+        let text = tokens(70, 3);
+        let expected = reference(&tiny, &parts, &text);
+        // f32 products leave f32 rounding and the attention kernel's f16 tolerance; quantized ones about 16 bits more.
+        for products in [Products::Exact, Products::Quantized] {
+            let loaded = load(&parts, products);
+            let mut engine = engine(&loaded, "f16", Arm::F16, 2);
+            for feed in [Feed::Prefill, Feed::Decode] {
+                let got = logits(&mut engine, &text, 0, feed);
+                assert_eq!(got.len(), text.len());
+                for (position, (got, expected)) in got.iter().zip(&expected).enumerate() {
+                    let off = distance(got, expected);
+                    assert!(off <= 6e-3, "{tiny:?} {products:?} {feed:?} position {position}: {off}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn weights_of_every_type_are_converted() {
+    for dtype in [
+        GgmlDType::F32,
+        GgmlDType::F16,
+        GgmlDType::BF16,
+        GgmlDType::Q4_0,
+        GgmlDType::Q4_1,
+        GgmlDType::Q5_0,
+        GgmlDType::Q5_1,
+        GgmlDType::Q4K,
+        GgmlDType::Q6K,
+    ] {
+        let tiny = Tiny { dtype, q_heads: 4, hidden: 256, forward: 256, layers: 1, ..Tiny::default() };
+        let parts = tiny.parts();
+        let text = tokens(9, 5);
+        let expected = reference(&tiny, &parts, &text);
+        let loaded = load(&parts, Products::Quantized);
+        let got = logits(&mut engine(&loaded, "f16", Arm::F16, 2), &text, 0, Feed::Prefill);
+        for (got, expected) in got.iter().zip(&expected) {
+            // The file's values rounded to 8 bits once more: half a step of 1/127 of a block's largest.
+            let off = distance(got, expected);
+            assert!(off <= 3e-2, "{dtype:?}: {off}");
+        }
+    }
+}
+
+#[test]
+fn requests_decoded_together_equal_each_alone() {
+    let loaded = load(&Tiny { layers: 3, ..Tiny::default() }.parts(), Products::Quantized);
+    let request = |n: usize, seed: u64| Request {
+        sampling: Sampling { temperature: 0.9, top_k: 40, seed, ..Sampling::default() },
+        ignore_end: true,
+        ..Request::greedy(tokens(n, seed as usize), 50)
+    };
+    let requests: Vec<Request> = [1, 31, 33, 64, 130, 300].iter().zip(0..).map(|(&n, i)| request(n, i)).collect();
+    for scheme in ["f16", "k4v4g32w32s4p64", "k2v3g32"] {
+        let mut outcomes: Vec<Vec<Vec<u32>>> = Vec::new();
+        for threads in [1, 2] {
+            let mut engine = engine(&loaded, scheme, Arm::Fused, threads);
+            let together = engine.generate(requests.clone(), &mut |_| {}).unwrap();
+            outcomes.push(together.outcomes.iter().map(|o| o.tokens.clone()).collect());
+            let alone = requests.iter().map(|r| {
+                let mut alone = engine.generate(vec![r.clone()], &mut |_| {}).unwrap();
+                alone.outcomes.remove(0).tokens
+            });
+            outcomes.push(alone.collect());
+        }
+        assert!(outcomes.iter().all(|o| o == &outcomes[0]), "{scheme}");
+        assert!(outcomes[0].iter().all(|tokens| tokens.len() == 50));
+    }
+}
+
+#[test]
+fn the_same_prompt_four_times_gives_four_equal_results() {
+    let loaded = load(&Tiny::default().parts(), Products::Quantized);
+    let mut engine = engine(&loaded, "k4v4g32w32", Arm::Fused, 2);
+    let made = engine.generate(vec![Request::greedy(tokens(77, 1), 40); 4], &mut |_| {}).unwrap();
+    assert!(made.outcomes.iter().all(|o| o.tokens == made.outcomes[0].tokens));
+}
+
+#[test]
+fn requests_end_for_the_reason_they_have() {
+    let tiny = Tiny { context: 40, ..Tiny::default() };
+    let mut parts = tiny.parts();
+    let loaded = load(&parts, Products::Quantized);
+    let mut engine = engine(&loaded, "f16", Arm::F16, 1);
+    let mut request = Request { ignore_end: true, ..Request::greedy(tokens(30, 1), 100) };
+    let full = engine.generate(vec![request.clone()], &mut |_| {}).unwrap().outcomes.remove(0);
+    // 30 of the prompt and 10 more are stored; the last of those predicts one that has no place any more.
+    assert_eq!((full.tokens.len(), full.reason), (11, FinishReason::Length));
+    request.max_tokens = 3;
+    let short = engine.generate(vec![request.clone()], &mut |_| {}).unwrap().outcomes.remove(0);
+    assert_eq!((short.tokens.as_slice(), short.reason), (&full.tokens[..3], FinishReason::Length));
+    request.prompt = tokens(40, 1);
+    let one = engine.generate(vec![request.clone()], &mut |_| {}).unwrap().outcomes.remove(0);
+    assert_eq!((one.tokens.len(), one.reason), (1, FinishReason::Length));
+    request.prompt = tokens(41, 1);
+    let e = engine.generate(vec![Request::greedy(tokens(3, 1), 2), request.clone()], &mut |_| {}).unwrap_err();
+    assert!(matches!(e, Error::PromptTooLong { request: 1, tokens: 41, context: 40 }), "{e}");
+    request.prompt.clear();
+    let e = engine.generate(vec![request.clone()], &mut |_| {}).unwrap_err();
+    assert!(matches!(e, Error::EmptyPrompt { request: 0 }), "{e}");
+    request.prompt = vec![VOCABULARY as u32];
+    assert!(matches!(engine.generate(vec![request], &mut |_| {}), Err(Error::NoSuchToken { .. })));
+
+    // A head that always prefers the end token: its logit is the norm of what the others see.
+    let head: Vec<f32> = vec![0.0; VOCABULARY * tiny.hidden];
+    parts.replace("output.weight", &[VOCABULARY, tiny.hidden], head);
+    let mut norm = parts.values("output_norm.weight");
+    norm.iter_mut().for_each(|w| *w = 0.0);
+    parts.replace("output_norm.weight", &[tiny.hidden], norm);
+    parts.metadata.insert("tokenizer.ggml.eos_token_id".into(), candle_core::quantized::gguf_file::Value::U32(0));
+    let loaded = load(&parts, Products::Quantized);
+    let mut engine = self::engine(&loaded, "f16", Arm::F16, 1);
+    let mut events = Vec::new();
+    // All logits are zero: greedy takes token 0, which ends the text.
+    let made = engine.generate(vec![Request::greedy(tokens(5, 1), 9)], &mut |e| events.push(e.clone())).unwrap();
+    assert_eq!((made.outcomes[0].tokens.len(), made.outcomes[0].reason), (0, FinishReason::Stop));
+    assert!(matches!(events.last(), Some(Event::Finished { reason: FinishReason::Stop, .. })));
+}
+
+#[test]
+fn one_request_stops_while_others_go_on() {
+    let loaded = load(&Tiny::default().parts(), Products::Quantized);
+    let mut engine = engine(&loaded, "k4v4g32", Arm::Fused, 2);
+    let lengths = [5, 40, 1, 17];
+    let requests: Vec<Request> =
+        lengths.iter().map(|&n| Request { ignore_end: true, ..Request::greedy(tokens(20, n), n) }).collect();
+    let made = engine.generate(requests, &mut |_| {}).unwrap();
+    assert_eq!(made.outcomes.iter().map(|o| o.tokens.len()).collect::<Vec<_>>(), lengths);
+    assert_eq!(made.decode.tokens, lengths.iter().map(|n| n - 1).sum::<usize>());
+    // All four are still counted: 20 tokens of prompt and all but the last produced token of each.
+    let stored: usize = lengths.iter().map(|n| 20 + n - 1).sum();
+    let shape = loaded.config().shape;
+    assert_eq!(made.cache.f16_bytes_equivalent, stored * shape.row_len() * 2 * 2 * loaded.config().layers);
+    assert!(made.routes.values().sum::<u64>() > 0);
+}
+
+#[test]
+fn a_nan_in_keys_names_layer_head_and_token() {
+    let tiny = Tiny { dtype: GgmlDType::F32, ..Tiny::default() };
+    let mut parts = tiny.parts();
+    let mut keys = parts.values("blk.1.attn_k.weight");
+    keys[(tiny.head_dim + 3) * tiny.hidden + 7] = f32::NAN;
+    parts.replace("blk.1.attn_k.weight", &[tiny.kv_heads * tiny.head_dim, tiny.hidden], keys);
+    for products in [Products::Quantized, Products::Exact] {
+        let mut engine = engine(&load(&parts, products), "k4v4g32", Arm::Fused, 2);
+        for feed in [1, 40] {
+            let e = engine.generate(vec![Request::greedy(tokens(feed, 1), 4)], &mut |_| {}).unwrap_err();
+            let Error::Kv(kvant_kv::Error::NotFinite { tensor, layer, head, token, .. }) = e else { panic!("{e}") };
+            assert_eq!((tensor, layer, head, token), ("K", 1, 1, 0));
+        }
+        assert_eq!(engine.cache_bytes().f16_bytes_equivalent, 0, "nothing half-written stays");
+    }
+    // A NaN in a norm reaches every key of its layer.
+    let mut parts = tiny.parts();
+    parts.replace("blk.0.attn_norm.weight", &[tiny.hidden], vec![f32::NAN; tiny.hidden]);
+    let mut engine = engine(&load(&parts, Products::Quantized), "f16", Arm::F16, 1);
+    let e = engine.generate(vec![Request::greedy(tokens(4, 1), 4)], &mut |_| {}).unwrap_err();
+    assert!(matches!(e, Error::Kv(kvant_kv::Error::NotFinite { layer: 0, head: 0, token: 0, .. })), "{e}");
+}
+
+#[test]
+fn prefill_and_decode_agree_over_packed_groups() {
+    let loaded = load(&Tiny::default().parts(), Products::Quantized);
+    for (scheme, arm) in [("f16", Arm::F16), ("k4v4g32w16s2p64", Arm::Fused), ("k8v8g64", Arm::Fused)] {
+        let mut engine = engine(&loaded, scheme, arm, 2);
+        let text = tokens(330, 2);
+        let prefilled = logits(&mut engine, &text, 100, Feed::Prefill);
+        let decoded = logits(&mut engine, &text, 100, Feed::Decode);
+        assert_eq!((prefilled.len(), decoded.len()), (231, 231));
+        for (i, (a, b)) in prefilled.iter().zip(&decoded).enumerate() {
+            let b: Vec<f64> = b.iter().map(|&x| f64::from(x)).collect();
+            let off = distance(a, &b);
+            assert!(off <= 2e-2, "{scheme} position {}: {off}", 99 + i);
+        }
+    }
+}
+
+#[test]
+fn chats_and_raw_prompts_become_tokens_and_text_again() {
+    let loaded = load(&Tiny::default().parts(), Products::Quantized);
+    let raw = loaded.encode("a<|im_end|>€").unwrap();
+    assert!(!raw.contains(&IM_END), "a raw prompt holds no special token");
+    assert_eq!(loaded.tokenizer().unwrap().decode(&raw), "a<|im_end|>€");
+    let chat = loaded.encode_chat(&[Message::user("hi")]).unwrap();
+    assert_eq!(chat.iter().filter(|&&t| t == IM_END).count(), 1);
+    assert_eq!(loaded.tokenizer().unwrap().decode(&chat), "user\nhi\nassistant\n");
+    // Every byte is its own token here: the euro sign comes out with its third token only.
+    let euro = loaded.encode("€").unwrap();
+    assert_eq!(euro.len(), 3);
+    let mut stream = kvant_engine::tokenizer::TextStream::default();
+    let pieces: Vec<String> = euro.iter().map(|&t| stream.push(&loaded.tokenizer().unwrap().bytes(t))).collect();
+    assert_eq!(pieces, ["", "", "€"]);
+}
+
+struct Plain {
+    k: usize,
+    values: Vec<f32>,
+}
+
+impl WeightRows for Plain {
+    fn rows(&self) -> usize {
+        self.values.len() / self.k
+    }
+    fn read(&self, rows: Range<usize>, out: &mut [f32]) -> Result<(), Error> {
+        out.copy_from_slice(&self.values[rows.start * self.k..rows.end * self.k]);
+        Ok(())
+    }
+}
+
+#[test]
+fn a_row_among_many_is_bit_identical_to_that_row_alone() {
+    let wave = |n: usize, f: f32| -> Vec<f32> { (0..n).map(|i| (i as f32 * f).sin()).collect() };
+    // SmolLM2's matrices, one whose width is no multiple of a tile, and a tiny one.
+    for (k, widths) in [(576, vec![576, 192, 192]), (1536, vec![576]), (576, vec![1536, 1536]), (96, vec![37, 5])] {
+        let matrices: Vec<Plain> = widths.iter().map(|n| Plain { k, values: wave(n * k, 0.7) }).collect();
+        let views: Vec<&dyn WeightRows> = matrices.iter().map(|m| m as &dyn WeightRows).collect();
+        let pools = [1, 2].map(|n| Pool::new(n).unwrap());
+        let linears = [1, 2].map(|split| pools[1].run(|| Linear::new(k, &views, split, false)).unwrap());
+        // Outlier channels, as real activations have.
+        let mut x = wave(64 * k, 1.3);
+        x.iter_mut().skip(5).step_by(97).for_each(|x| *x *= 40.0);
+        let alone: Vec<Vec<Vec<f32>>> = x
+            .chunks(k)
+            .map(|row| {
+                let mut out = vec![Vec::new(); widths.len()];
+                pools[0].run(|| linears[0].forward(row, &mut out)).unwrap();
+                out
+            })
+            .collect();
+        for (linear, pool) in linears.iter().flat_map(|l| pools.iter().map(move |p| (l, p))) {
+            for m in 1..=64 {
+                let mut out = vec![Vec::new(); widths.len()];
+                pool.run(|| linear.forward(&x[..m * k], &mut out)).unwrap();
+                for (i, (out, n)) in out.iter().zip(&widths).enumerate() {
+                    for (r, row) in out.chunks(*n).enumerate() {
+                        assert_eq!(row, alone[r][i], "k {k} matrix {i} row {r} of {m}, {} threads", pool.threads());
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn products_are_close_to_f32_products_of_the_same_weights() {
+    let k = 576;
+    let mut values: Vec<f32> = (0..48 * k).map(|i| ((i * i) as f32 * 0.37).sin()).collect();
+    let mut x: Vec<f32> = (0..5 * k).map(|i| (i as f32 * 1.7).cos()).collect();
+    x.iter_mut().skip(3).step_by(191).for_each(|x| *x *= 60.0);
+    // Values that Q8_0 holds exactly: only the activations' rounding is left.
+    for block in values.chunks_mut(32) {
+        block.iter_mut().for_each(|v| *v = (*v * 127.0).round() / 128.0);
+        block[0] = 127.0 / 128.0;
+    }
+    let plain = Plain { k, values };
+    let pool = Pool::new(2).unwrap();
+    let run = |exact| {
+        let mut out = vec![Vec::new()];
+        pool.run(|| Linear::new(k, &[&plain], 2, exact).and_then(|l| l.forward(&x, &mut out))).unwrap();
+        out.remove(0)
+    };
+    let (got, expected) = (run(false), run(true).iter().map(|&x| f64::from(x)).collect::<Vec<_>>());
+    let off = distance(&got, &expected);
+    // Measured 1e-4 with such outliers; a single 8-bit rounding gives 2.5e-2.
+    assert!(off <= 5e-4, "{off}");
+}
