@@ -86,8 +86,6 @@ impl Model {
         let config = Config::read(gguf)?;
         let (hidden, forward, shape) = (config.hidden, config.feed_forward, config.shape);
         let (q_len, kv_len) = (shape.q_heads * shape.head_dim, shape.row_len());
-        let per_layer = (hidden * (2 * q_len + 2 * kv_len + 3 * forward)) as u64;
-        let all = per_layer * config.layers as u64 + (hidden * config.vocabulary) as u64;
         let exact = products == Products::Exact;
         // Every shape is checked before the first weight is converted, so that a bad file fails at once.
         let checked =
@@ -99,6 +97,9 @@ impl Model {
         if let Some(name) = gguf.untaken() {
             return Err(Error::Unsupported { what: format!("tensor `{name}`, which no plain llama model has") });
         }
+        // Every tensor lies within the file, so these products are counts of real values.
+        let per_layer = (hidden * (2 * q_len + 2 * kv_len + 3 * forward)) as u64;
+        let all = per_layer * config.layers as u64 + (hidden * config.vocabulary) as u64;
         let mut layers = Vec::with_capacity(config.layers);
         for (i, tensors) in checked.into_iter().enumerate() {
             layers.push(tensors.convert(&config, threads, exact)?);
