@@ -113,7 +113,7 @@ impl PackedScheme {
     /// the second term only when there are pages.
     pub fn edge(&self, position: usize) -> usize {
         let by_window = (position + 1).saturating_sub(self.window_len) / self.group_len * self.group_len;
-        let by_page = if self.page_len == 0 { 0 } else { position / self.page_len * self.page_len };
+        let by_page = position.checked_div(self.page_len).map_or(0, |page| page * self.page_len);
         by_window.max(by_page)
     }
 
