@@ -16,6 +16,7 @@ mod avx512;
 mod portable;
 
 use half::f16;
+use rayon::prelude::*;
 use std::ops::Range;
 
 /// Values that share a scale: along k, of one weight row or one activation row.
@@ -74,19 +75,27 @@ pub(crate) struct CodedBlock {
 }
 
 impl Weights {
-    /// `n` rows of `blocks` blocks; `coded(row, block)`.
-    pub(crate) fn new(n: usize, blocks: usize, format: Format, coded: impl Fn(usize, usize) -> CodedBlock) -> Self {
+    /// `n` rows of `blocks` blocks; `coded(rows)` gives the blocks of these rows, row by row.
+    ///
+    /// # Errors
+    /// Those of `coded`.
+    pub(crate) fn new<E: Send>(
+        n: usize,
+        blocks: usize,
+        format: Format,
+        coded: impl Fn(Range<usize>) -> Result<Vec<CodedBlock>, E> + Sync,
+    ) -> Result<Self, E> {
         let tiles = n.div_ceil(TILE);
         let mut lines = vec![Line([0; 64]); tiles * blocks * format.lines()];
         let mut params = vec![Params { scale: [f16::ZERO; TILE], min: [f16::ZERO; TILE] }; tiles * blocks];
-        for row in 0..n {
-            let (tile, column) = (row / TILE, row % TILE);
-            for block in 0..blocks {
-                let at = tile * blocks + block;
-                let coded = coded(row, block);
-                params[at].scale[column] = coded.scale;
-                params[at].min[column] = coded.min;
-                let lines = &mut lines[at * format.lines()..][..format.lines()];
+        let parts = lines.par_chunks_mut(blocks * format.lines()).zip(params.par_chunks_mut(blocks));
+        parts.enumerate().try_for_each(|(tile, (lines, params))| {
+            let rows = tile * TILE..((tile + 1) * TILE).min(n);
+            for (i, coded) in coded(rows)?.iter().enumerate() {
+                let (column, block) = (i / blocks, i % blocks);
+                params[block].scale[column] = coded.scale;
+                params[block].min[column] = coded.min;
+                let lines = &mut lines[block * format.lines()..][..format.lines()];
                 for (k, &code) in coded.codes.iter().enumerate() {
                     let (line, shift) = match format {
                         Format::Affine4 => (k % 16 / 4, k / 16 * 4),
@@ -95,8 +104,9 @@ impl Weights {
                     lines[line].0[4 * column + k % 4] |= code << shift;
                 }
             }
-        }
-        Self { n, blocks, format, lines, params }
+            Ok(())
+        })?;
+        Ok(Self { n, blocks, format, lines, params })
     }
 
     /// Rows of the matrix.
@@ -262,7 +272,9 @@ mod tests {
                 c.codes.map(|code| c.scale.to_f64() * code as f64 + c.min.to_f64())
             })
             .collect();
-        (Weights::new(n, blocks, format, coded), numbers)
+        let rows = |rows: Range<usize>| Ok(rows.flat_map(|r| (0..blocks).map(move |b| coded(r, b))).collect());
+        let weights: Result<_, std::convert::Infallible> = Weights::new(n, blocks, format, rows);
+        (weights.unwrap(), numbers)
     }
 
     #[test]
