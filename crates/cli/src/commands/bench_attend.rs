@@ -96,8 +96,9 @@ pub fn measure(args: &AttendArgs) -> Result<Report> {
         .map(|s| s.relative_error(&mut attention.borrow_mut(), shape, &rows))
         .collect::<Result<Vec<_>>>()?;
     for (subject, error) in subjects.iter().zip(&errors) {
-        // Written so that NaN fails too.
-        if !(*error <= TOLERANCE) {
+        // Asked this way round, NaN fails too.
+        let holds = *error <= TOLERANCE;
+        if !holds {
             return Err(Failure::proof(
                 format!(
                     "kernel {} is wrong on {}: relative error {error:.1e}",

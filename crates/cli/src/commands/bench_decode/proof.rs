@@ -231,9 +231,10 @@ impl Proof {
     /// [`Failure`] that says which bound was broken.
     pub fn check(&self) -> Result<(), Failure> {
         const HINT: &str = "nothing was timed: one of the arms computes something else";
-        // Each comparison is written so that NaN fails.
+        // Asked whether it holds, so that NaN fails.
+        let within = |value: f64, bound: f64| value <= bound;
         for pair in &self.pairs {
-            if !(pair.kld_mean <= MAX_KLD) {
+            if !within(pair.kld_mean, MAX_KLD) {
                 let [a, b] = pair.arms;
                 return Err(Failure::proof(
                     format!("{a} and {b} disagree: mean KLD {:.2e} is over {MAX_KLD:.0e}", pair.kld_mean),
@@ -251,7 +252,7 @@ impl Proof {
                     HINT,
                 ));
             }
-            if let Some(d) = arm.differences.iter().find(|d| !(d.top_two_gap <= MAX_GAP)) {
+            if let Some(d) = arm.differences.iter().find(|d| !within(d.top_two_gap, MAX_GAP)) {
                 return Err(Failure::proof(
                     format!(
                         "{} leaves request {} at a top-two gap of {:.3}, over {MAX_GAP}",

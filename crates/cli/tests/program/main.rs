@@ -1,0 +1,9 @@
+//! The program from outside: exit codes, what goes to stdout and what to stderr, help texts. In: command lines; out: verdicts.
+//! Tests that decode need the pulled model (`make test` pulls it first). NOT here: the numbers that commands compute
+//! (unit tests beside them).
+
+mod decoding;
+mod errors;
+mod help;
+mod pulling;
+mod run;
