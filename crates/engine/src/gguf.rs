@@ -5,7 +5,7 @@
 //! file's length before anything of its size is allocated.
 
 use crate::Error;
-use crate::model::linear::WeightRows;
+use crate::model::linear::{BlockKind, WeightRows};
 use candle_core::CpuStorage;
 use candle_core::quantized::gguf_file::{Content, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
@@ -235,10 +235,24 @@ impl WeightRows for Matrix<'_> {
         self.rows
     }
 
-    fn read(&self, rows: Range<usize>, out: &mut [f32]) -> Result<(), Error> {
+    fn kind(&self) -> BlockKind {
+        match self.dtype {
+            GgmlDType::Q4_0 => BlockKind::Q4_0,
+            GgmlDType::Q4_1 => BlockKind::Q4_1,
+            GgmlDType::Q8_0 => BlockKind::Q8_0,
+            _ => BlockKind::Other,
+        }
+    }
+
+    fn read_blocks(&self, rows: Range<usize>) -> Result<Vec<u8>, Error> {
         let mut bytes = vec![0u8; rows.len() * self.row_bytes];
         let at = self.start + (rows.start * self.row_bytes) as u64;
         self.gguf.file.read_exact_at(&mut bytes, at).map_err(|e| self.gguf.unreadable(e))?;
+        Ok(bytes)
+    }
+
+    fn read(&self, rows: Range<usize>, out: &mut [f32]) -> Result<(), Error> {
+        let bytes = self.read_blocks(rows.clone())?;
         let values = rows.len() * self.columns;
         let CpuStorage::F32(values) = self.dtype.from_data(bytes.into()).dequantize(values)? else {
             unreachable!("dequantized values are f32")

@@ -7,6 +7,7 @@
 pub mod attention;
 mod config;
 pub mod linear;
+mod matmul;
 pub mod rope;
 
 pub use config::{ARCHITECTURES, Config};
