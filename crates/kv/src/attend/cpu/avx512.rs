@@ -133,6 +133,14 @@ impl Kernel for Avx512Vnni {
     }
 
     #[inline(always)]
+    fn prefetch(self, from: *const u8, bytes: usize) {
+        for at in (0..bytes).step_by(LINE) {
+            // SAFETY: a prefetch may name any address.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(at).cast()) }
+        }
+    }
+
+    #[inline(always)]
     fn max(self, scores: &[f32]) -> f32 {
         // SAFETY: self proves the features; whole chunks of 16 are read.
         unsafe { max(scores) }

@@ -40,6 +40,8 @@ pub(crate) struct Task<'a> {
     pub records: Option<&'a RecordLayout>,
     /// Positions; starts at a multiple of [`RANGE_LEN`] and is at most that long.
     pub range: Range<usize>,
+    /// The group that is attended after this range, if known: its keys are asked for ahead of time.
+    pub next_group: Option<usize>,
     /// Positions before this one are packed, sinks excepted.
     pub edge: usize,
     /// Sink tokens (0 when nothing is packed).
@@ -114,6 +116,8 @@ pub(crate) trait Kernel: Copy {
         out: &mut [f32],
         prefetch: *const u8,
     );
+    /// Asks for memory that will be read soon.
+    fn prefetch(self, from: *const u8, bytes: usize);
     /// Largest score; the length is a multiple of 16.
     fn max(self, scores: &[f32]) -> f32;
     /// `scores[i] = exp(scores[i] - max)`, exactly 0 for -inf; returns the sum.
@@ -241,9 +245,16 @@ impl Keys<'_> {
     fn scores<K: Kernel, const H: usize>(&self, kernel: K, q: &[f32], out: &mut [f32], folded: &mut K::Folded<H>) {
         let d = self.task.head_dim;
         if let Some(layout) = self.task.records {
+            let keys = layout.k_bytes();
             let mut records = self.records(layout).peekable();
+            let first = records.peek().map(|r| r.1);
             while let Some((position, record)) = records.next() {
-                let next = records.peek().map_or(record.as_ptr(), |r| r.1.as_ptr());
+                // While these keys are read, the next ones are fetched, and after the last keys the first values.
+                let ahead = match (records.peek(), first) {
+                    (Some((_, next)), _) => Ahead::of(kernel, &next[keys.clone()], keys.start),
+                    (None, Some(first)) => Ahead::of(kernel, &first[layout.v_bytes()], keys.start),
+                    (None, None) => unreachable!("there is a record"),
+                };
                 let (scales, zeros) = layout.k_params(record);
                 kernel.fold::<H>(q, d, scales, folded);
                 let mut zero = [Lanes::ZERO; H];
@@ -252,7 +263,7 @@ impl Keys<'_> {
                 (0..H).for_each(|h| out[h * RANGE_LEN + at..][..layout.group_len].fill(zero[h].total()));
                 for p in layout.k_panels() {
                     let out = &mut out[at + p.first_lane..];
-                    let ahead = next.wrapping_add(p.bytes.start);
+                    let ahead = ahead.at(p.bytes.start);
                     kernel.panel::<H>(layout.k_bits, &record[p.bytes], p.lanes, folded, out, RANGE_LEN, ahead);
                 }
             }
@@ -270,9 +281,17 @@ impl Keys<'_> {
         if let Some(layout) = self.task.records {
             // At most head_dim / 32 channel groups.
             let mut zero_sums = [[Lanes::ZERO; H]; MAX_FOLD / 32];
+            let values = layout.v_bytes();
             let mut records = self.records(layout).peekable();
             while let Some((position, record)) = records.next() {
-                let next = records.peek().map_or(record.as_ptr(), |r| r.1.as_ptr());
+                let ahead = match (records.peek(), self.task.next_group) {
+                    (Some((_, next)), _) => Ahead::of(kernel, &next[values.clone()], values.start),
+                    (None, Some(group)) => {
+                        let next = &self.task.source.record(self.task.head, group)[layout.k_bytes()];
+                        Ahead::of(kernel, next, values.start)
+                    }
+                    (None, None) => Ahead::of(kernel, &record[values.clone()], values.start),
+                };
                 let p = &p[position - self.base()..];
                 let mut panels = layout.v_panels().peekable();
                 for group in 0..layout.v_groups() {
@@ -281,7 +300,7 @@ impl Keys<'_> {
                     kernel.dot(p, RANGE_LEN, zeros, &mut zero_sums[group]);
                     let channels = layout.v_channels(group);
                     while let Some(p) = panels.next_if(|p| channels.contains(&p.first_lane)) {
-                        let ahead = next.wrapping_add(p.bytes.start);
+                        let ahead = ahead.at(p.bytes.start);
                         let out = &mut out[p.first_lane..];
                         kernel.panel::<H>(layout.v_bits, &record[p.bytes], p.lanes, folded, out, MAX_FOLD, ahead);
                     }
@@ -302,5 +321,25 @@ impl Keys<'_> {
             let tokens = F16_BLOCK_LEN.min(self.f16.end - position);
             kernel.f16_values::<H>(&p[position - self.base()..], RANGE_LEN, &v[..tokens * d], d, out, next);
         }
+    }
+}
+
+/// Memory to be fetched while panels are read: as far into it as the panel is into its own half of the record.
+struct Ahead {
+    from: *const u8,
+    half_start: usize,
+}
+
+/// Bytes asked for at once: the parameters of most shapes, which are needed whole before the first panel is.
+const HEADER_BYTES: usize = 512;
+
+impl Ahead {
+    fn of<K: Kernel>(kernel: K, next: &[u8], half_start: usize) -> Self {
+        kernel.prefetch(next.as_ptr(), HEADER_BYTES.min(next.len()));
+        Self { from: next.as_ptr(), half_start }
+    }
+
+    fn at(&self, panel_start: usize) -> *const u8 {
+        self.from.wrapping_add(panel_start - self.half_start)
     }
 }

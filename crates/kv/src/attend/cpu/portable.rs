@@ -108,6 +108,8 @@ impl Kernel for Portable {
         }
     }
 
+    fn prefetch(self, _from: *const u8, _bytes: usize) {}
+
     fn max(self, scores: &[f32]) -> f32 {
         let mut top = [f32::NEG_INFINITY; SLOT_LANES];
         for s in scores.chunks_exact(SLOT_LANES) {
