@@ -1,11 +1,13 @@
 # One line per recipe; CI (.ci/run) calls these same targets.
-.PHONY: demo pull test fmt lint doc bench ci
+.PHONY: demo pull test fmt lint doc bench record readme ci
 
 demo: ; @cargo run --release --locked -p kvant-cli -- demo
 pull: ; @cargo run --locked -p kvant-cli -- pull
-test: pull ; @bash .ci/test
+test: ; @bash .ci/test
 fmt: ; cargo fmt --all --check
 lint: ; cargo clippy --workspace --all-targets --locked -- -D warnings
 doc: ; RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked
 bench: ; cargo run --release --locked -p kvant-cli -- bench --test
+record: ; python3 benches/record.py measure
+readme: ; python3 benches/record.py readme
 ci: ; @bash .ci/run

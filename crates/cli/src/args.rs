@@ -49,8 +49,8 @@ pub enum Command {
 /// Where to run.
 #[derive(Debug, Clone, Args)]
 pub struct Machine {
-    /// Device to run on
-    #[arg(long, value_name = "cpu|cuda", default_value = "cpu", help_heading = "Machine")]
+    /// Device to run on: cpu
+    #[arg(long, value_name = "DEVICE", default_value = "cpu", help_heading = "Machine")]
     pub device: String,
     /// Threads [default: every core this process may use]
     #[arg(long, value_name = "N", value_parser = parse_threads, help_heading = "Machine")]

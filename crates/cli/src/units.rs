@@ -52,6 +52,10 @@ pub fn parse_bytes(text: &str) -> Result<usize, String> {
     }
 }
 
+/// Largest count that a flag takes: far beyond any context or memory, small enough that sums and products of a few of
+/// them with sizes stay inside 64 bits.
+const MAX_COUNT: usize = 1 << 40;
+
 /// Parses a count of at least one.
 ///
 /// # Errors
@@ -59,6 +63,7 @@ pub fn parse_bytes(text: &str) -> Result<usize, String> {
 pub fn parse_count(text: &str) -> Result<usize, String> {
     match text.parse::<usize>() {
         Ok(0) => Err("must be at least 1".into()),
+        Ok(n) if n > MAX_COUNT => Err(format!("must be at most {MAX_COUNT}")),
         Ok(n) => Ok(n),
         Err(_) => Err("must be a whole number of at least 1".into()),
     }
@@ -89,7 +94,7 @@ mod tests {
     #[test]
     fn counts_are_whole_and_positive() {
         assert_eq!(parse_count("3"), Ok(3));
-        for bad in ["0", "-1", "1.5", "many", ""] {
+        for bad in ["0", "-1", "1.5", "many", "", "9999999999999999"] {
             assert!(parse_count(bad).is_err(), "{bad}");
         }
     }

@@ -3,6 +3,7 @@
 
 use crate::Error;
 use crate::gguf::Gguf;
+use candle_core::quantized::gguf_file::Value;
 use shimmytok::byte_encoder::unicode_to_bytes;
 use shimmytok::{EncodeOptions, TokenType};
 
@@ -46,6 +47,10 @@ const BYTE_PAIR_SPLITS: &[&str] = &[
     "llama4",
 ];
 
+/// Tokens that metadata name by number.
+const SPECIAL: &[&str] =
+    &["bos", "eos", "unknown", "padding", "eot", "eog", "sep", "nl", "fim_pre", "fim_suf", "fim_mid", "mask"];
+
 /// Texts of control tokens that end a turn, besides those that the metadata name.
 const END_TEXTS: &[&str] =
     &["<|im_end|>", "<|eot_id|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "</s>", "<EOT>"];
@@ -78,19 +83,28 @@ impl Tokenizer {
         {
             return Err(Error::Unsupported { what: format!("a tokenizer that splits texts as `{split}`") });
         }
-        let inner = shimmytok::Tokenizer::from_gguf_file(gguf.path()).map_err(refused)?;
+        let vocabulary = match gguf.get("tokenizer.ggml.tokens") {
+            Some(Value::Array(tokens)) if tokens.len() > 2 => tokens.len(),
+            _ => {
+                let why = "it is no list of three tokens or more".into();
+                return Err(Error::Metadata { key: "tokenizer.ggml.tokens".into(), why });
+            }
+        };
         let id = |name: &str| -> Result<Option<u32>, Error> {
-            let key = format!("tokenizer.ggml.{name}");
+            let key = format!("tokenizer.ggml.{name}_token_id");
             match gguf.count(&key)? {
-                Some(id) if id >= inner.vocab_size() => {
-                    Err(Error::Metadata { key, why: format!("token {id} is beyond the vocabulary") })
+                Some(id) if id >= vocabulary => {
+                    Err(Error::Metadata { key, why: format!("token {id} is beyond the vocabulary of {vocabulary}") })
                 }
                 id => Ok(id.map(|id| id as u32)),
             }
         };
+        // The library takes these on trust.
+        SPECIAL.iter().try_for_each(|name| id(name).map(drop))?;
+        let inner = shimmytok::Tokenizer::from_gguf_file(gguf.path()).map_err(refused)?;
         let wants_start = gguf.flag("tokenizer.ggml.add_bos_token")?.unwrap_or(false);
-        let start = if wants_start { id("bos_token_id")? } else { None };
-        let named = [id("eos_token_id")?, id("eot_token_id")?, id("eom_token_id")?];
+        let start = if wants_start { id("bos")? } else { None };
+        let named = [id("eos")?, id("eot")?, id("eom")?];
         let by_text = END_TEXTS.iter().filter_map(|text| inner.get_token(text));
         let mut ends: Vec<u32> = named
             .into_iter()

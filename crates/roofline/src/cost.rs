@@ -48,9 +48,22 @@ impl Cost {
     }
 }
 
+/// Tokens by which the cache's f16 rows grow.
+const F16_BLOCK_LEN: usize = 32;
+
+/// What the cache allocates for one sequence of one layer: the packed groups, f16 rows in whole blocks behind them, and
+/// the sinks, whose block is there from the first token on.
+pub fn resident_bytes(shape: LayerShape, scheme: Scheme, kv_len: usize) -> usize {
+    let token_bytes = 4 * shape.row_len();
+    let sinks = scheme.packed().map_or(0, |p| p.sinks());
+    let tail = (kv_len - scheme.packed_len(kv_len)).next_multiple_of(F16_BLOCK_LEN);
+    Cost::of(shape, scheme, kv_len).packed_bytes + (tail + sinks) * token_bytes
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kvant_kv::{Arm, Cache, LayerConfig, Rows};
 
     fn cost(scheme: &str, len: usize) -> Cost {
         Cost::of(LayerShape::new(32, 8, 128).unwrap(), scheme.parse().unwrap(), len)
@@ -83,5 +96,28 @@ mod tests {
         assert_eq!(got.window_bytes, 8 * (200 - 64 + 4) * 512);
         // Nothing is packed yet: the sinks are not counted twice.
         assert_eq!(cost("k4v4g64w128s4", 100).bytes(), cost("f16", 100).bytes());
+    }
+
+    #[test]
+    fn what_fits_is_what_the_cache_allocates() {
+        for (q, kv, d) in [(9, 3, 64), (4, 2, 80), (8, 2, 128)] {
+            let shape = LayerShape::new(q, kv, d).unwrap();
+            for text in
+                ["f16", "k8v8g64w128s4p512", "k4v4g64w128s4p512", "k3v2g32", "k2v2g32w128s4p512", "k4v4g128w32s16"]
+            {
+                let scheme: Scheme = text.parse().unwrap();
+                let arm = if scheme == Scheme::F16 { Arm::F16 } else { Arm::Fused };
+                for len in [1, 31, 33, 200, 640, 1025] {
+                    let mut cache = Cache::new(&[LayerConfig { shape, scheme }], arm).unwrap();
+                    let rows = [Rows { seq: cache.add_sequence(), rows: len }];
+                    let zeros = vec![0.0; len * shape.row_len()];
+                    cache.append(0, &rows, &zeros, &zeros).unwrap();
+                    cache.commit(0, &rows).unwrap();
+                    let held = cache.bytes();
+                    let expected = held.packed_bytes + held.window_bytes;
+                    assert_eq!(resident_bytes(shape, scheme, len), expected, "{text} {len} tokens, head_dim {d}");
+                }
+            }
+        }
     }
 }

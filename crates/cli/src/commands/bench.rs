@@ -1,9 +1,21 @@
 //! `kvant bench`: which bench, or with `--test` every one at a tiny size. NOT here: the benches (bench_attend.rs, bench_decode.rs).
 
 use super::{bench_attend, bench_decode};
-use crate::args::{Bench, BenchArgs};
+use crate::args::{Bench, BenchArgs, Cli, Command};
 use crate::failure::Failure;
+use crate::output;
 use anyhow::Result;
+use clap::Parser;
+
+/// Every bench with the smallest arguments that still take all its paths: does it run? Figures of these sizes say nothing.
+const TINY: [&str; 3] = [
+    // Every bit width, sinks, a window and pages, over a ragged tail.
+    "attend --hot --rounds 1 --shape b=2,q=6,kv=2,d=64,s=333 --kv f16,k8v8g64,k4v4g64w64s4p128,k3v3g32,k2v4g128",
+    // Cold, and a head_dim whose last value group is short.
+    "attend --rounds 1 --shape b=1,q=2,kv=1,d=80,s=16384 --kv f16,k4v4g64",
+    // Every arm, two flushes.
+    "decode --batch 1,2 --prompt-len 64 --steps 64 --kv k4v4g32w32s4",
+];
 
 /// Runs the command.
 pub fn run(args: &BenchArgs) -> Result<()> {
@@ -18,5 +30,29 @@ pub fn run(args: &BenchArgs) -> Result<()> {
 }
 
 fn test() -> Result<()> {
-    todo!()
+    for line in TINY {
+        output::text(&format!("== kvant bench {line}\n"))?;
+        let words = ["kvant", "bench"].into_iter().chain(line.split(' '));
+        let cli = Cli::try_parse_from(words).map_err(|e| Failure::from_clap(&e))?;
+        if let Command::Bench(args) = cli.command {
+            run(&args)?;
+        }
+        output::text("\n")?;
+    }
+    output::text(&format!("all {} benches ran; figures of these sizes say nothing\n", TINY.len()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiny_benches_parse() {
+        for line in TINY {
+            let words = ["kvant", "bench"].into_iter().chain(line.split(' '));
+            assert!(
+                Cli::try_parse_from(words).is_ok_and(|c| matches!(c.command, Command::Bench(b) if b.bench.is_some()))
+            );
+        }
+    }
 }

@@ -21,6 +21,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Groups of tokens that must be packed while the clock runs: a bench whose cache is frozen measures something else.
 const FLUSHES: usize = 2;
+/// Most requests of a batch.
+const MAX_BATCH: usize = 4096;
 /// Steps an arm decodes before the next one has its turn.
 const TURN_STEPS: usize = 8;
 
@@ -53,6 +55,9 @@ pub fn run(args: &DecodeArgs) -> Result<()> {
     check_kernel(args.kernel.as_deref())?;
     let scheme = packed_scheme(&args.kv)?;
     check_list("--batch", &args.batch)?;
+    if let Some(batch) = args.batch.iter().find(|b| **b > MAX_BATCH) {
+        return Err(Failure::input(format!("--batch {batch} is over {MAX_BATCH}"), "take fewer requests").into());
+    }
     check_list("--arms", &args.arms.iter().map(|a| a.name()).collect::<Vec<_>>())?;
     check_flushes(&scheme, args.prompt_len, args.steps)?;
     if args.arm_process {

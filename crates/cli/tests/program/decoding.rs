@@ -155,7 +155,7 @@ fn bench_attend_prints_rows_of_the_contract() {
 
 #[test]
 fn bench_decode_proves_and_measures_every_arm() {
-    let out = json(&["bench", "decode", "--batch", "1", "--prompt-len", "64", "--steps", "64", "--kv", "k4v4g32"]);
+    let out = json(&["bench", "decode", "--batch", "1", "--prompt-len", "64", "--steps", "64", "--kv", "k4v4g32w32s4"]);
     let mut described = shape(&out);
     for row in described["rows"].as_array_mut().unwrap() {
         row["routes"] = "names and counts".into();
