@@ -31,11 +31,24 @@ impl Kernel for Avx2 {
     }
 
     #[inline(always)]
-    fn fold<const H: usize>(self, x: &[f32], stride: usize, scales: &[f16], folded: &mut Self::Folded<H>) {
+    fn fold<const H: usize>(
+        self,
+        x: &[f32],
+        stride: usize,
+        scales: &[f16],
+        _bound: &[f32; H],
+        folded: &mut Self::Folded<H>,
+    ) {
         assert!(scales.len() <= MAX_FOLD && scales.len().is_multiple_of(16));
         assert!(x.len() >= (H - 1) * stride + scales.len());
         // SAFETY: self proves the features; lengths were just checked.
         unsafe { fold(x, stride, scales, folded) }
+    }
+
+    fn raise(self, _top: &mut [f32], _y: &[f16]) {}
+
+    fn bound<const H: usize>(self, _x: &[f32], _stride: usize, _top: &[f32]) -> [f32; H] {
+        [0.0; H]
     }
 
     #[inline(always)]
@@ -112,15 +125,24 @@ impl Kernel for Avx2 {
     }
 
     #[inline(always)]
+    fn prefetch(self, from: *const u8, bytes: usize) {
+        for at in (0..bytes).step_by(LINE) {
+            // SAFETY: a prefetch may name any address.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(at).cast()) }
+        }
+    }
+
+    #[inline(always)]
     fn max(self, scores: &[f32]) -> f32 {
         // SAFETY: self proves the features; whole chunks of 8 are read.
         unsafe { max(scores) }
     }
 
     #[inline(always)]
-    fn exp(self, scores: &mut [f32], max: f32) -> f32 {
+    fn exp(self, scores: &mut [f32], max: f32, sum: &mut Lanes) -> f32 {
         // SAFETY: self proves the features; whole chunks of 8 are read and written.
-        unsafe { exp(scores, max) }
+        sum.0[0] += unsafe { exp(scores, max) };
+        0.0
     }
 }
 
