@@ -6,6 +6,8 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod avxvnni;
 pub(crate) mod generic;
 mod portable;
 
@@ -36,10 +38,18 @@ pub(crate) const VARIANTS: &[Variant] = &[
     },
     #[cfg(target_arch = "x86_64")]
     Variant {
+        name: "avx-vnni",
+        available: || available(avxvnni::AvxVnni::new(), avxvnni::NEEDS),
+        run: |task, push| attend_range(avxvnni::AvxVnni::new().expect("checked by available"), task, push),
+        packed_tolerance: 3e-3,
+        f16_tolerance: 1e-4,
+    },
+    #[cfg(target_arch = "x86_64")]
+    Variant {
         name: "avx2",
         available: || available(avx2::Avx2::new(), avx2::NEEDS),
         run: |task, push| attend_range(avx2::Avx2::new().expect("checked by available"), task, push),
-        packed_tolerance: 1e-4,
+        packed_tolerance: 3e-3,
         f16_tolerance: 1e-4,
     },
     Variant {
