@@ -216,8 +216,18 @@ fn check_len(what: &'static str, expected: usize, got: usize) -> Result<(), Erro
 }
 
 fn check_options(options: &AttendOptions<'_>, entries: usize, q_heads: usize) -> Result<(), Error> {
+    let no = |what, value, allowed| Err(Error::Number { what, value, allowed });
+    if !options.sm_scale.is_finite() {
+        return no("sm_scale", options.sm_scale, "a finite number");
+    }
+    if let Some(cap) = options.softcap.filter(|c| !(c.is_finite() && *c > 0.0)) {
+        return no("softcap", cap, "a finite number above 0");
+    }
     if let Some(sinks) = options.sink_logits {
         check_len("length of sink_logits", q_heads, sinks.len())?;
+        if let Some(&bad) = sinks.iter().find(|x| !x.is_finite()) {
+            return no("a sink logit", bad, "a finite number");
+        }
     }
     if !options.first_visible.is_empty() {
         check_len("length of first_visible", entries, options.first_visible.len())?;

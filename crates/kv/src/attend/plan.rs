@@ -160,7 +160,7 @@ fn attend_unit(variant: &Variant, problems: &[Problem<'_>], tiles: &[Tile], unit
             states.push(States::init(last_visible.len(), d));
         }
         let state = states.last_mut().expect("just pushed");
-        (variant.run)(&task, &mut |i, m, l, o| state.merge(i, m, l, o));
+        (variant.run)(&task, state);
     }
     states
 }

@@ -338,7 +338,7 @@ unsafe fn f16_values<const H: usize>(
         }
         for token in 0..v.len() / head_dim {
             let at = token * head_dim + channel;
-            if channel % 32 == 0 {
+            if channel.is_multiple_of(32) {
                 _mm_prefetch::<_MM_HINT_T0>(prefetch.wrapping_add(2 * at).cast());
             }
             let row = v.as_ptr().add(at);

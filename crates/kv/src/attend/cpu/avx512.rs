@@ -49,14 +49,7 @@ impl Kernel for Avx512Vnni {
     }
 
     #[inline(always)]
-    fn fold<const H: usize>(
-        self,
-        x: &[f32],
-        stride: usize,
-        scales: &[f16],
-        bound: &[f32; H],
-        folded: &mut Limbs<H>,
-    ) {
+    fn fold<const H: usize>(self, x: &[f32], stride: usize, scales: &[f16], bound: &[f32; H], folded: &mut Limbs<H>) {
         assert!(scales.len() <= MAX_FOLD && scales.len().is_multiple_of(16));
         assert!(x.len() >= (H - 1) * stride + scales.len());
         // SAFETY: self proves the features; lengths were just checked.
@@ -180,13 +173,7 @@ unsafe fn load_f16(p: *const f16) -> __m512 {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn fold<const H: usize>(
-    x: &[f32],
-    stride: usize,
-    scales: &[f16],
-    bound: &[f32; H],
-    folded: &mut Limbs<H>,
-) {
+unsafe fn fold<const H: usize>(x: &[f32], stride: usize, scales: &[f16], bound: &[f32; H], folded: &mut Limbs<H>) {
     let n = scales.len();
     let mut factor = [_mm512_setzero_ps(); H];
     for h in 0..H {
@@ -201,11 +188,11 @@ unsafe fn fold<const H: usize>(
     let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     let round = _mm512_set1_epi16(64);
     let whole = n / 64 * 64;
-    // SAFETY (all below): the caller checked that every row of x has n elements; n is a multiple of 16 and at most
-    // MAX_FOLD.
+    // SAFETY: the caller checked that every row of x has n elements; n is a multiple of 16 and at most MAX_FOLD.
     unsafe {
         for i in (0..whole).step_by(64) {
-            let scales = [load_f16(scale(i)), load_f16(scale(i + 16)), load_f16(scale(i + 32)), load_f16(scale(i + 48))];
+            let scales =
+                [load_f16(scale(i)), load_f16(scale(i + 16)), load_f16(scale(i + 32)), load_f16(scale(i + 48))];
             for h in 0..H {
                 let integers = |j: usize| {
                     let y = _mm512_mul_ps(_mm512_loadu_ps(x(h, i + 16 * j)), factor[h]);

@@ -6,6 +6,7 @@
 //! serves keys and values. A range is one softmax block: all its scores first, then its values.
 //! NOT here: instructions (one file per instruction set), ranges and threads (attend/plan.rs).
 
+use crate::attend::softmax::States;
 use crate::cache::layout::{F16_BLOCK_LEN, RecordLayout};
 use crate::quant::pack::SLOT_LANES;
 use half::f16;
@@ -147,29 +148,24 @@ struct Output<const H: usize>([[f32; MAX_FOLD]; H]);
 /// Largest weight of each group of a range, per query vector.
 type Tops<const H: usize> = [[f32; H]; RANGE_LEN / F16_BLOCK_LEN];
 
-/// Attends the range for all query vectors, [`MAX_VECTORS`] at a time, and gives each vector's partial state
-/// `(vector, m, l, o)` to `push`. A vector's state does not depend on its neighbours.
-pub(crate) fn attend_range<K: Kernel>(kernel: K, task: &Task<'_>, push: &mut dyn FnMut(usize, f32, f32, &[f32])) {
+/// Attends the range for all query vectors, [`MAX_VECTORS`] at a time, and merges each vector's partial state into
+/// `states`. A vector's state does not depend on its neighbours.
+pub(crate) fn attend_range<K: Kernel>(kernel: K, task: &Task<'_>, states: &mut States) {
     let vectors = task.last_visible.len();
     let mut first = 0;
     while first < vectors {
         let n = MAX_VECTORS.min(vectors - first);
         match n {
-            1 => attend_vectors::<K, 1>(kernel, task, first, push),
-            2 => attend_vectors::<K, 2>(kernel, task, first, push),
-            3 => attend_vectors::<K, 3>(kernel, task, first, push),
-            _ => attend_vectors::<K, 4>(kernel, task, first, push),
+            1 => attend_vectors::<K, 1>(kernel, task, first, states),
+            2 => attend_vectors::<K, 2>(kernel, task, first, states),
+            3 => attend_vectors::<K, 3>(kernel, task, first, states),
+            _ => attend_vectors::<K, 4>(kernel, task, first, states),
         }
         first += n;
     }
 }
 
-fn attend_vectors<K: Kernel, const H: usize>(
-    kernel: K,
-    task: &Task<'_>,
-    first: usize,
-    push: &mut dyn FnMut(usize, f32, f32, &[f32]),
-) {
+fn attend_vectors<K: Kernel, const H: usize>(kernel: K, task: &Task<'_>, first: usize, states: &mut States) {
     let (d, base) = (task.head_dim, task.range.start);
     let q = &task.q[first * d..][..H * d];
     let last_visible = &task.last_visible[first..][..H];
@@ -223,7 +219,7 @@ fn attend_vectors<K: Kernel, const H: usize>(
 
     keys.values(kernel, scores.0.as_flattened(), &tops, out.0.as_flattened_mut(), &mut folded);
     for h in 0..H {
-        push(first + h, m[h], l[h], &out.0[h][..d]);
+        states.merge(first + h, m[h], l[h], &out.0[h][..d]);
     }
 }
 
