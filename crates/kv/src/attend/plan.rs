@@ -5,7 +5,7 @@
 //! NOT here: validation (mod.rs), arithmetic (cpu/, softmax.rs).
 
 use super::cpu::Variant;
-use super::cpu::generic::{RANGE_LEN, Source, Task};
+use super::cpu::generic::{MAX_VECTORS, RANGE_LEN, Source, Task};
 use super::softmax::States;
 use super::threads::Threads;
 use crate::LayerShape;
@@ -22,6 +22,23 @@ const SPLIT_VECTORS: usize = 16;
 const UNITS_PER_THREAD: usize = 8;
 /// Most ranges of a unit of few query vectors.
 const MAX_RUN: usize = 8;
+
+/// How calls are cut into work, for experiments; results do not depend on it. None: the product's rule.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Split {
+    /// Key ranges of one unit of work (rows with few query vectors only), 1 or more.
+    pub ranges_per_unit: Option<usize>,
+    /// Query vectors that share one pass over the codes, from 1 to the rule's number.
+    pub vectors_per_unpack: Option<usize>,
+}
+
+impl Split {
+    /// The product's rule: ranges of one unit, when a call has `ranges` of them over all kv heads, rows and layers.
+    pub fn rule(ranges: usize, threads: usize) -> usize {
+        // Runs of ranges keep a thread on memory that it fetches ahead; many units keep threads evenly busy.
+        (ranges / (threads * UNITS_PER_THREAD)).clamp(1, MAX_RUN)
+    }
+}
 
 /// The newest rows of one sequence in one layer, to be attended.
 pub(crate) struct Problem<'a> {
@@ -64,10 +81,17 @@ struct Unit {
 }
 
 /// Attends every problem. Shapes: `q`, `out`: `[rows of all problems][q_heads][head_dim]`, all of one shape.
-pub(crate) fn run(variant: &Variant, threads: &Threads, problems: &[Problem<'_>], q: &[f32], out: &mut [f32]) {
+pub(crate) fn run(
+    variant: &Variant,
+    threads: &Threads,
+    split: Split,
+    problems: &[Problem<'_>],
+    q: &[f32],
+    out: &mut [f32],
+) {
     let tiles = tiles(problems);
-    let units = units(problems, &tiles, threads.count());
-    let states = threads.map(units.len(), |i| attend_unit(variant, problems, &tiles, &units[i], q));
+    let units = units(problems, &tiles, threads.count(), split);
+    let states = threads.map(units.len(), |i| attend_unit(variant, split, problems, &tiles, &units[i], q));
     let mut results = units.iter().zip(states).peekable();
     while let Some((unit, states)) = results.next() {
         let mut states = states.into_iter();
@@ -101,14 +125,13 @@ fn tiles(problems: &[Problem<'_>]) -> Vec<Tile> {
     tiles
 }
 
-fn units(problems: &[Problem<'_>], tiles: &[Tile], threads: usize) -> Vec<Unit> {
+fn units(problems: &[Problem<'_>], tiles: &[Tile], threads: usize, split: Split) -> Vec<Unit> {
     let ranges = |t: &Tile| {
         let first = problems[t.problem].first_visible.min(t.positions.end - 1) / RANGE_LEN;
         first..t.positions.end.div_ceil(RANGE_LEN)
     };
     let all: usize = tiles.iter().map(|t| ranges(t).len() * problems[t.problem].shape.kv_heads).sum();
-    // Runs of ranges keep a thread on memory that it fetches ahead; many units keep threads evenly busy.
-    let run = (all / (threads * UNITS_PER_THREAD)).clamp(1, MAX_RUN);
+    let run = split.ranges_per_unit.map_or_else(|| Split::rule(all, threads), |run| run.max(1));
     let mut units = Vec::new();
     for (tile, t) in tiles.iter().enumerate() {
         let (p, ranges) = (&problems[t.problem], ranges(t));
@@ -130,7 +153,14 @@ fn vectors<'a>(p: &'a Problem<'_>, tile: &Tile, head: usize) -> impl Iterator<It
 
 /// One state per range when the unit has few vectors; one merged state when it has all ranges of its tile. Either way
 /// the ranges are merged one by one in order, so that the split does not show in the result.
-fn attend_unit(variant: &Variant, problems: &[Problem<'_>], tiles: &[Tile], unit: &Unit, q: &[f32]) -> Vec<States> {
+fn attend_unit(
+    variant: &Variant,
+    split: Split,
+    problems: &[Problem<'_>],
+    tiles: &[Tile],
+    unit: &Unit,
+    q: &[f32],
+) -> Vec<States> {
     let tile = &tiles[unit.tile];
     let p = &problems[tile.problem];
     let (d, ratio) = (p.shape.head_dim, p.shape.gqa_ratio());
@@ -152,6 +182,7 @@ fn attend_unit(variant: &Variant, problems: &[Problem<'_>], tiles: &[Tile], unit
             edge: tile.edge,
             sinks: if tile.edge > 0 { p.sinks } else { 0 },
             first_visible: p.first_visible,
+            vectors_per_unpack: split.vectors_per_unpack.unwrap_or(MAX_VECTORS).clamp(1, MAX_VECTORS),
             softcap: p.softcap,
             q: &scaled,
             last_visible: &last_visible,

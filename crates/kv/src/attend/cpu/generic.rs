@@ -51,6 +51,8 @@ pub(crate) struct Task<'a> {
     pub sinks: usize,
     /// Positions before this one are not seen.
     pub first_visible: usize,
+    /// At most [`MAX_VECTORS`]; fewer only in experiments.
+    pub vectors_per_unpack: usize,
     pub softcap: Option<f32>,
     /// Query vectors times sm_scale, `[vectors][head_dim]`.
     pub q: &'a [f32],
@@ -154,7 +156,7 @@ pub(crate) fn attend_range<K: Kernel>(kernel: K, task: &Task<'_>, states: &mut S
     let vectors = task.last_visible.len();
     let mut first = 0;
     while first < vectors {
-        let n = MAX_VECTORS.min(vectors - first);
+        let n = task.vectors_per_unpack.min(vectors - first);
         match n {
             1 => attend_vectors::<K, 1>(kernel, task, first, states),
             2 => attend_vectors::<K, 2>(kernel, task, first, states),
