@@ -12,7 +12,7 @@ fn log_p(logits: &[f32]) -> Vec<f64> {
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let path = std::env::var("KVANT_MODEL").unwrap_or("models/SmolLM2-135M-Instruct.Q4_1.gguf".into());
     let loaded = Arc::new(LoadedModel::load(path.as_ref(), 2, Products::Quantized, &|_, _| {})?);
-    let tokens = loaded.encode(include_str!("../tests/eighty.txt"))?;
+    let tokens = loaded.encode(include_str!("../../../demo/4-log.txt"))?;
     let (prompt, steps) = (330, 96);
     for scheme in std::env::args().skip(1) {
         let schemes = load_schemes(&scheme, loaded.config().layers)?;

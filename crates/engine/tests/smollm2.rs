@@ -1,6 +1,6 @@
 //! SmolLM2-135M-Instruct, the real model: `models/` of the workspace or the file that `KVANT_MODEL` names.
 //! A missing file fails these tests: `kvant pull` fetches it.
-//! The text is the beginning of Around the World in Eighty Days (J. Verne, 1873, public domain).
+//! The text is that of the demo's prompts.
 
 use kvant_engine::{
     Arm, Engine, EngineOptions, Error, Feed, Forced, LoadedModel, Message, Products, Request, load_schemes,
@@ -8,7 +8,11 @@ use kvant_engine::{
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
-const TEXT: &str = include_str!("eighty.txt");
+const TEXT: &str = concat!(
+    include_str!("../../../demo/4-log.txt"),
+    include_str!("../../../demo/3-recipe.txt"),
+    include_str!("../../../demo/2-letter.txt")
+);
 const SCHEMES: [&str; 5] = ["f16", "k8v8g64w128s4p512", "k4v4g64w128s4p512", "k3v3g64w128s4p512", "k2v2g32w128s4p512"];
 
 fn path() -> PathBuf {
