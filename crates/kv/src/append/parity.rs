@@ -3,7 +3,7 @@
 //! NOT here: the golden file (golden.rs), bytes of a cache after any history (cache/tests.rs).
 
 use super::cpu::{VARIANTS, Variant};
-use super::reference::{write_record_plain, write_rows_plain};
+use super::reference::{dequantize_plain, write_record_plain, write_rows_plain};
 use crate::LayerShape;
 use crate::cache::layout::{F16_BLOCK_LEN, F16Layout, RecordLayout};
 use half::f16;
@@ -87,7 +87,9 @@ fn number(data: Data, random: &mut Random) -> f16 {
     }
 }
 
-/// Every shape of a record, sinks and data: the bytes of the formula.
+type Dequantize = fn(&RecordLayout, &[u8], &mut [(&mut [f16], &mut [f16])]);
+
+/// Every shape of a record, sinks and data: the bytes of the formula, and its numbers back.
 #[test]
 fn records() {
     let variants = variants();
@@ -107,6 +109,13 @@ fn records() {
                     for sinks in [0, [1, 4, 15, 16][i % 4]] {
                         let mut want = vec![0; layout.record_bytes];
                         write_record_plain(&layout, &blocks, sinks, &mut want);
+                        let rows_of = |dequantize: Dequantize| {
+                            let mut rows = vec![(vec![f16::NAN; n], vec![f16::NAN; n]); blocks.len()];
+                            let mut parts: Vec<_> = rows.iter_mut().map(|(k, v)| (&mut k[..], &mut v[..])).collect();
+                            dequantize(&layout, &want, &mut parts);
+                            rows
+                        };
+                        let want_rows = rows_of(dequantize_plain);
                         for v in &variants {
                             // What was there before must not matter.
                             let mut got = vec![0xAA; layout.record_bytes];
@@ -114,6 +123,7 @@ fn records() {
                             let case = format!("k{k_bits}v{v_bits}g{group_len}s{sinks} d{head_dim} {data:?}");
                             let first = got.iter().zip(&want).position(|(a, b)| a != b);
                             assert_eq!(first, None, "{}, {case}: first wrong byte", v.name);
+                            assert!(rows_of(v.dequantize) == want_rows, "{}, {case}: dequantized", v.name);
                             count += 1;
                         }
                     }

@@ -4,11 +4,11 @@
 //! Errors: none (checked before).
 //! NOT here: quantizing (cpu/), when a group is due (cache/).
 
-use crate::cache::layout::{F16_BLOCK_LEN, Panel, RecordLayout};
+use super::cpu::best;
+use crate::cache::layout::{Panel, RecordLayout};
 use crate::quant::affine::Affine;
 use crate::quant::pack::{pack_panel, unpack_panel};
 use half::f16;
-use half::slice::HalfFloatSliceExt;
 
 pub(super) fn write_panels(
     bits: u32,
@@ -78,19 +78,8 @@ pub(crate) fn read_record(layout: &RecordLayout, record: &[u8]) -> (Vec<f32>, Ve
     (k, v)
 }
 
-/// A record as f16 blocks: rounds x_hat to f16, at most the largest finite one (a group that spans all of f16 can
-/// dequantize to just above it). Shapes: `blocks`: `group_len/32` pairs of K `[D][32]` and V `[32][D]`,
-/// oldest first.
+/// A record as f16 blocks, by the best kernel (see cpu/dequantize.rs). Shapes: `blocks`: `group_len/32` pairs of K
+/// `[D][32]` and V `[32][D]`, oldest first.
 pub(crate) fn dequantize_record(layout: &RecordLayout, record: &[u8], blocks: &mut [(&mut [f16], &mut [f16])]) {
-    let (d, g) = (layout.head_dim, layout.group_len);
-    let (mut k, mut v) = read_record(layout, record);
-    let largest = f16::MAX.to_f32();
-    k.iter_mut().chain(&mut v).for_each(|x| *x = x.clamp(-largest, largest));
-    for (i, (k_out, v_out)) in blocks.iter_mut().enumerate() {
-        for channel in 0..d {
-            let from = &k[channel * g + i * F16_BLOCK_LEN..][..F16_BLOCK_LEN];
-            k_out[channel * F16_BLOCK_LEN..][..F16_BLOCK_LEN].convert_from_f32_slice(from);
-        }
-        v_out.convert_from_f32_slice(&v[i * F16_BLOCK_LEN * d..][..F16_BLOCK_LEN * d]);
-    }
+    (best().dequantize)(layout, record, blocks);
 }

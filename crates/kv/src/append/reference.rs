@@ -1,7 +1,7 @@
 //! The oracle of append: rows and records as the formula says, one number after another. In and out as in cpu/generic.rs.
 //! NOT here: anything fast.
 
-use super::record::write_panels;
+use super::record::{read_record, write_panels};
 use crate::cache::layout::{F16_BLOCK_LEN, F16Layout, RecordLayout};
 use crate::quant::affine::{Affine, quantize};
 use half::f16;
@@ -49,4 +49,18 @@ pub(crate) fn write_record_plain(layout: &RecordLayout, blocks: &[(&[f16], &[f16
         }
     }
     write_panels(layout.v_bits, layout.v_panels(), g, &codes, d, record);
+}
+
+/// See cpu/dequantize.rs: a record as f16 rows.
+pub(crate) fn dequantize_plain(layout: &RecordLayout, record: &[u8], blocks: &mut [(&mut [f16], &mut [f16])]) {
+    let (d, g) = (layout.head_dim, layout.group_len);
+    let largest = f16::MAX.to_f32();
+    let round = |x: f32| f16::from_f32(x.clamp(-largest, largest));
+    let (k, v) = read_record(layout, record);
+    for (block, (k_out, v_out)) in blocks.iter_mut().enumerate() {
+        for i in 0..F16_BLOCK_LEN * d {
+            k_out[i] = round(k[i / F16_BLOCK_LEN * g + block * F16_BLOCK_LEN + i % F16_BLOCK_LEN]);
+            v_out[i] = round(v[block * F16_BLOCK_LEN * d + i]);
+        }
+    }
 }

@@ -210,15 +210,14 @@ impl Store {
         let layout = spec.record.as_ref().expect("only packed schemes have groups");
         let per_group = layout.group_len / F16_BLOCK_LEN;
         let newest = self.groups.len() - 1;
+        let mut rows = vec![f16::ZERO; 2 * layout.group_len * layout.head_dim];
+        let (k, v) = rows.split_at_mut(layout.group_len * layout.head_dim);
+        let n = F16_BLOCK_LEN * layout.head_dim;
         for head in 0..spec.shape.kv_heads {
-            let record = pools.get(spec.record_pool).bytes(&self.groups[newest])[head * layout.record_bytes..]
-                [..layout.record_bytes]
-                .to_vec();
-            let mut rows = vec![f16::ZERO; 2 * layout.group_len * layout.head_dim];
-            let (k, v) = rows.split_at_mut(layout.group_len * layout.head_dim);
-            let n = F16_BLOCK_LEN * layout.head_dim;
+            let records = pools.get(spec.record_pool).bytes(&self.groups[newest]);
+            let record = &records[head * layout.record_bytes..][..layout.record_bytes];
             let mut blocks: Vec<_> = k.chunks_exact_mut(n).zip(v.chunks_exact_mut(n)).collect();
-            dequantize_record(layout, &record, &mut blocks);
+            dequantize_record(layout, record, &mut blocks);
             for (i, (k, v)) in blocks.iter().enumerate() {
                 let out = pools.get_mut(copy_pool).bytes_mut(&self.copy[newest * per_group + i]);
                 let (k_out, v_out) = spec.f16.head_mut(out, head);

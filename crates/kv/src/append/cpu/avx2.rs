@@ -1,7 +1,8 @@
 //! Append with AVX2, FMA and F16C: 16 lanes are two vectors.
 //! NOT here: the algorithm (generic.rs).
 
-use super::generic::{self, Kernel, LANES, RowFit, Tile};
+use super::dequantize;
+use super::generic::{self, Kernel, LANES, LARGEST, RowFit, Tile};
 use crate::cache::layout::{F16_BLOCK_LEN, F16Layout, RecordLayout};
 use crate::quant::pack::{LINE, QUAD};
 use half::f16;
@@ -68,6 +69,15 @@ impl Avx2 {
         }
         // SAFETY: self proves the features.
         unsafe { entry(self, layout, blocks, sinks, record) }
+    }
+
+    pub(super) fn dequantize(self, layout: &RecordLayout, record: &[u8], blocks: &mut [(&mut [f16], &mut [f16])]) {
+        #[target_feature(enable = "avx2,fma,f16c")]
+        fn entry(kernel: Avx2, layout: &RecordLayout, record: &[u8], blocks: &mut [(&mut [f16], &mut [f16])]) {
+            dequantize::dequantize(kernel, layout, record, blocks);
+        }
+        // SAFETY: self proves the features.
+        unsafe { entry(self, layout, record, blocks) }
     }
 }
 
@@ -230,6 +240,40 @@ impl Kernel for Avx2 {
             _mm256_storeu_si256(line.as_mut_ptr().cast(), x[0]);
             _mm256_storeu_si256(line.as_mut_ptr().add(32).cast(), x[1]);
         }
+    }
+
+    #[inline(always)]
+    fn load_line(self, line: &[u8; LINE]) -> [__m256i; 2] {
+        let (low, high) = (line.as_ptr().cast(), line[32..].as_ptr().cast());
+        // SAFETY: self proves the features; the line has the 64 bytes that are read.
+        unsafe { [_mm256_loadu_si256(low), _mm256_loadu_si256(high)] }
+    }
+
+    #[inline(always)]
+    fn shr(self, x: [__m256i; 2], n: u32) -> [__m256i; 2] {
+        // SAFETY: self proves the features.
+        unsafe {
+            let n = _mm_cvtsi32_si128(n as i32);
+            [_mm256_srl_epi32(x[0], n), _mm256_srl_epi32(x[1], n)]
+        }
+    }
+
+    #[inline(always)]
+    fn values(self, slot: [__m256i; 2], row: usize, step: f32, zero: f32) -> [f16; LANES] {
+        let mut out = [f16::ZERO; LANES];
+        let slot = self.shr(slot, 8 * row as u32);
+        for (half, slot) in slot.into_iter().enumerate() {
+            // SAFETY: self proves the features; out has the 32 bytes that are written.
+            unsafe {
+                let code = _mm256_and_si256(slot, _mm256_set1_epi32(0xff));
+                let x = _mm256_fmadd_ps(_mm256_cvtepi32_ps(code), _mm256_set1_ps(step), _mm256_set1_ps(zero));
+                let largest = _mm256_set1_ps(LARGEST);
+                let x = _mm256_max_ps(_mm256_min_ps(x, largest), _mm256_sub_ps(_mm256_setzero_ps(), largest));
+                let x = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x);
+                _mm_storeu_si128(out.as_mut_ptr().add(8 * half).cast(), x);
+            }
+        }
+        out
     }
 
     #[inline(always)]

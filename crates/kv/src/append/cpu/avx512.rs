@@ -1,7 +1,8 @@
 //! Append with AVX-512: one vector is 16 lanes.
 //! NOT here: the algorithm (generic.rs).
 
-use super::generic::{self, Kernel, LANES, RowFit, Tile};
+use super::dequantize;
+use super::generic::{self, Kernel, LANES, LARGEST, RowFit, Tile};
 use crate::cache::layout::{F16Layout, RecordLayout};
 use crate::quant::pack::{LINE, QUAD};
 use half::f16;
@@ -70,6 +71,15 @@ impl Avx512 {
         }
         // SAFETY: self proves the features.
         unsafe { entry(self, layout, blocks, sinks, record) }
+    }
+
+    pub(super) fn dequantize(self, layout: &RecordLayout, record: &[u8], blocks: &mut [(&mut [f16], &mut [f16])]) {
+        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+        fn entry(kernel: Avx512, layout: &RecordLayout, record: &[u8], blocks: &mut [(&mut [f16], &mut [f16])]) {
+            dequantize::dequantize(kernel, layout, record, blocks);
+        }
+        // SAFETY: self proves the features.
+        unsafe { entry(self, layout, record, blocks) }
     }
 }
 
@@ -213,6 +223,33 @@ impl Kernel for Avx512 {
     fn store_line(self, x: __m512i, line: &mut [u8; LINE]) {
         // SAFETY: self proves the features; the line has the 64 bytes that are written.
         unsafe { _mm512_storeu_si512(line.as_mut_ptr().cast(), x) }
+    }
+
+    #[inline(always)]
+    fn load_line(self, line: &[u8; LINE]) -> __m512i {
+        // SAFETY: self proves the features; the line has the 64 bytes that are read.
+        unsafe { _mm512_loadu_si512(line.as_ptr().cast()) }
+    }
+
+    #[inline(always)]
+    fn shr(self, x: __m512i, n: u32) -> __m512i {
+        // SAFETY: self proves the features.
+        unsafe { _mm512_srl_epi32(x, _mm_cvtsi32_si128(n as i32)) }
+    }
+
+    #[inline(always)]
+    fn values(self, slot: __m512i, row: usize, step: f32, zero: f32) -> [f16; LANES] {
+        let mut out = [f16::ZERO; LANES];
+        // SAFETY: self proves the features; out has the 32 bytes that are written.
+        unsafe {
+            let code = _mm512_and_si512(self.shr(slot, 8 * row as u32), _mm512_set1_epi32(0xff));
+            let x = _mm512_fmadd_ps(_mm512_cvtepi32_ps(code), _mm512_set1_ps(step), _mm512_set1_ps(zero));
+            let largest = _mm512_set1_ps(LARGEST);
+            let x = _mm512_max_ps(_mm512_min_ps(x, largest), _mm512_sub_ps(_mm512_setzero_ps(), largest));
+            let x = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x);
+            _mm256_storeu_si256(out.as_mut_ptr().cast(), x);
+        }
+        out
     }
 
     #[inline(always)]

@@ -15,7 +15,10 @@ use half::f16;
 /// Rows of a block or record that are handled at once: the lanes of a vector, so that their scales are one vector.
 pub(super) const LANES: usize = SLOT_LANES;
 /// Slots after which every number of bits has filled whole lines.
-const PERIOD: usize = 8;
+pub(super) const PERIOD: usize = 8;
+
+/// The largest finite f16.
+pub(super) const LARGEST: f32 = f16::MAX.to_f32_const();
 
 /// 16 channels of 32 tokens, as a K block holds them.
 pub(super) type Tile = [[f16; F16_BLOCK_LEN]; LANES];
@@ -51,6 +54,11 @@ pub(super) trait Kernel: Copy {
     /// Every byte masked.
     fn mask(self, x: Self::Slot, byte: u8) -> Self::Slot;
     fn store_line(self, x: Self::Slot, line: &mut [u8; LINE]);
+    fn load_line(self, line: &[u8; LINE]) -> Self::Slot;
+    /// Every dword shifted right by `n` bits.
+    fn shr(self, x: Self::Slot, n: u32) -> Self::Slot;
+    /// `code * step + zero` of one row of a slot, clamped to the finite f16 and rounded.
+    fn values(self, slot: Self::Slot, row: usize, step: f32, zero: f32) -> [f16; LANES];
     /// Rounds 32 rows of 16 and transposes them. Row t is at `rows[t.min(n-1)*stride..]`: with fewer than 32 rows the last
     /// one fills the tile.
     fn transpose(self, rows: &[f32], stride: usize, n: usize, tile: &mut Tile);
@@ -88,7 +96,8 @@ pub(super) fn finite<T: Kernel>(kernel: T, x: &[f32]) -> bool {
     top < 65520f32.to_bits()
 }
 
-/// Below this many rows a transposed store costs less than a tile.
+/// Below this many rows a transposed store costs less than a tile. It is bound by the lines of K it touches, one for each
+/// number; asking for them ahead gained nothing.
 const FEW_ROWS: usize = 4;
 
 /// Writes rows from `slot` of a block on, rounded to f16.
@@ -174,7 +183,7 @@ pub(super) fn write_record<T: Kernel>(
 }
 
 /// Sets of 16 lanes in a key panel.
-const SETS: usize = PANEL_LANES / LANES;
+pub(super) const SETS: usize = PANEL_LANES / LANES;
 
 /// Keys: a group per channel over all tokens of the record, 16 channels at once.
 #[inline(always)]

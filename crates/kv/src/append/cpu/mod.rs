@@ -1,11 +1,12 @@
-//! CPU kernels of append: the VARIANTS table, best first. A new variant is one file and one line here.
+//! CPU kernels of append and of its way back: the VARIANTS table, best first. A new variant is one file and one line here.
 //! Every variant writes the same bytes (parity.rs), so which one ran cannot be seen in a cache.
-//! NOT here: the algorithm (generic.rs), which tokens are packed when (cache/).
+//! NOT here: the algorithms (generic.rs, dequantize.rs), which tokens are packed when (cache/).
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod dequantize;
 mod generic;
 mod portable;
 
@@ -23,6 +24,8 @@ pub(crate) struct Variant {
     pub write_rows: fn(&F16Layout, &mut [u8], usize, usize, &[f32], &[f32]),
     /// See [`generic::write_record`]: layout, blocks, sinks, record.
     pub write_record: fn(&RecordLayout, &[(&[f16], &[f16])], usize, &mut [u8]),
+    /// See [`dequantize::dequantize`]: layout, record, blocks.
+    pub dequantize: fn(&RecordLayout, &[u8], &mut [(&mut [f16], &mut [f16])]),
 }
 
 /// Every variant of this build, best first.
@@ -36,6 +39,7 @@ pub(crate) const VARIANTS: &[Variant] = &[
             proof(avx512::Avx512::new()).write_rows(l, block, slot, row_len, k, v);
         },
         write_record: |l, blocks, sinks, record| proof(avx512::Avx512::new()).write_record(l, blocks, sinks, record),
+        dequantize: |l, record, blocks| proof(avx512::Avx512::new()).dequantize(l, record, blocks),
     },
     #[cfg(target_arch = "x86_64")]
     Variant {
@@ -46,6 +50,7 @@ pub(crate) const VARIANTS: &[Variant] = &[
             proof(avx2::Avx2::new()).write_rows(l, block, slot, row_len, k, v);
         },
         write_record: |l, blocks, sinks, record| proof(avx2::Avx2::new()).write_record(l, blocks, sinks, record),
+        dequantize: |l, record, blocks| proof(avx2::Avx2::new()).dequantize(l, record, blocks),
     },
     Variant {
         name: "portable",
@@ -57,6 +62,7 @@ pub(crate) const VARIANTS: &[Variant] = &[
         write_record: |l, blocks, sinks, record| {
             generic::write_record(portable::Portable, l, blocks, sinks, record);
         },
+        dequantize: |l, record, blocks| dequantize::dequantize(portable::Portable, l, record, blocks),
     },
 ];
 

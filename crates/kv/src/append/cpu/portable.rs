@@ -1,7 +1,7 @@
 //! Portable append: arrays of 16 lanes that a compiler turns into whatever vectors it has.
 //! NOT here: the algorithm (generic.rs).
 
-use super::generic::{Kernel, LANES, RowFit, Tile};
+use super::generic::{Kernel, LANES, LARGEST, RowFit, Tile};
 use crate::quant::pack::{LINE, QUAD};
 use half::f16;
 use half::slice::HalfFloatSliceExt;
@@ -101,6 +101,24 @@ impl Kernel for Portable {
     #[inline(always)]
     fn store_line(self, x: [u32; LANES], line: &mut [u8; LINE]) {
         line.as_chunks_mut().0.iter_mut().zip(x).for_each(|(out, x)| *out = x.to_le_bytes());
+    }
+
+    #[inline(always)]
+    fn load_line(self, line: &[u8; LINE]) -> [u32; LANES] {
+        let mut out = [0; LANES];
+        out.iter_mut().zip(line.as_chunks().0).for_each(|(out, &x)| *out = u32::from_le_bytes(x));
+        out
+    }
+
+    #[inline(always)]
+    fn shr(self, x: [u32; LANES], n: u32) -> [u32; LANES] {
+        x.map(|x| x >> n)
+    }
+
+    #[inline(always)]
+    fn values(self, slot: [u32; LANES], row: usize, step: f32, zero: f32) -> [f16; LANES] {
+        let x = slot.map(|x| (((x >> (8 * row)) & 0xff) as f32 * step + zero).clamp(-LARGEST, LARGEST));
+        self.round(&x)
     }
 
     #[inline(always)]
