@@ -22,7 +22,7 @@ pub mod tokenizer;
 pub use chat::Message;
 pub use engine::{DecodeTime, Engine, EngineOptions, Generation, LoadedModel};
 pub use error::Error;
-pub use forced::{Feed, Forced};
+pub use forced::{Feed, Forced, OnLogits};
 pub use kvant_kv::Arm;
 pub use model::Products;
 pub use request::{Event, FinishReason, Outcome, Request};

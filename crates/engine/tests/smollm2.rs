@@ -110,7 +110,9 @@ fn fused_and_dequantized_attention_agree_over_160_steps() {
     let (loaded, _turn) = model();
     let tokens = loaded.encode(TEXT).unwrap();
     let (prompt, steps) = (330, 160);
-    for scheme in ["k8v8g64w128s4p512", "k4v4g64w32s4", "k2v2g32"] {
+    // 2 bits without a window are left out: there the model itself is chaotic, and any rounding (also that of the plain
+    // f32 kernel) flips codes that change what follows: examples/agreement.rs shows it.
+    for scheme in ["k8v8g64w128s4p512", "k4v4g64w32s4", "k2v2g32w128s4p512"] {
         let [step, once, fused] = [Arm::DequantStep, Arm::DequantOnce, Arm::Fused]
             .map(|arm| follow(&mut engine(&loaded, scheme, arm, 2), &tokens[..prompt + steps], prompt, Feed::Decode));
         assert_eq!(step.len(), steps + 1);

@@ -96,8 +96,9 @@ const RULES: &[Rule] = &[
         but: &[
             "crates/kv/src/attend/cpu/",
             "crates/kv/src/append/cpu/",
-            "crates/kv/tests/tidy.rs",
+            "crates/engine/src/model/matmul/",
             "crates/engine/src/threads.rs",
+            "crates/kv/tests/tidy.rs",
         ],
         forbidden: &[
             "std::arch::x86_64",
@@ -191,7 +192,9 @@ fn nothing_is_where_it_may_not_be() {
         let files: Vec<_> = files.filter(|(path, _)| !rule.but.iter().any(|b| path.starts_with(b))).collect();
         assert!(!files.is_empty(), "rule about {}: there is no such file", rule.under);
         for (path, text) in files {
-            for (i, line) in text.lines().enumerate().filter(|(_, l)| !l.trim_start().starts_with("//")) {
+            // Unit tests at a file's foot may look further than its code.
+            let code = text.split("#[cfg(test)]\nmod tests {").next().expect("split gives one part at least");
+            for (i, line) in code.lines().enumerate().filter(|(_, l)| !l.trim_start().starts_with("//")) {
                 for word in rule.forbidden.iter().filter(|w| line.contains(**w)) {
                     wrong.push(format!("{path}:{}: `{word}`: {}", i + 1, rule.why));
                 }

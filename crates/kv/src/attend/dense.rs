@@ -166,7 +166,7 @@ impl Attention {
             sink_logits: options.sink_logits,
         };
         let problems: Vec<_> = sources.iter().map(|s| s as &dyn Source).enumerate().map(problem).collect();
-        plan::run(self.variant, &self.threads, &problems, q, out);
+        plan::run(self.variant, &self.threads, self.split, &problems, q, out);
         (0..kv.layers).for_each(|_| self.count(crate::Arm::Fused, true));
         Ok(())
     }

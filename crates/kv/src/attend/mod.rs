@@ -24,6 +24,8 @@ use cpu::generic::Source;
 use cpu::{VARIANTS, Variant};
 use half::f16;
 use plan::Problem;
+#[doc(hidden)]
+pub use plan::Split;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use threads::Threads;
@@ -52,6 +54,7 @@ impl AttendOptions<'_> {
 pub struct Attention {
     variant: &'static Variant,
     threads: Threads,
+    split: Split,
     routes: BTreeMap<String, u64>,
 }
 
@@ -72,7 +75,7 @@ impl Attention {
                 variant
             }
         };
-        Ok(Self { variant, threads: Threads::new(threads)?, routes: BTreeMap::new() })
+        Ok(Self { variant, threads: Threads::new(threads)?, split: Split::default(), routes: BTreeMap::new() })
     }
 
     /// Attends the newest `rows` tokens of each batch entry (already appended to `layer`) over everything they see.
@@ -158,7 +161,7 @@ impl Attention {
             });
             first_row += batch[entry].rows;
         }
-        plan::run(self.variant, &self.threads, &problems, q, out);
+        plan::run(self.variant, &self.threads, self.split, &problems, q, out);
         for layer in views.chunks(batch.len()) {
             self.count(cache.arm(), layer.iter().any(|v| v.groups() > 0));
         }
@@ -193,6 +196,12 @@ impl Attention {
         self.threads.count()
     }
 
+    /// Cuts work otherwise than the product does, for experiments; results stay the same to the bit.
+    #[doc(hidden)]
+    pub fn set_split(&mut self, split: Split) {
+        self.split = split;
+    }
+
     /// Attention calls (one per layer) by route since the last reset. A route is `KERNEL:PATH` with PATH one of `f16`
     /// (the f16 arm), `packed` (records read directly), `window-only` (nothing was packed yet), `dequant-once`,
     /// `dequant-step`.
@@ -216,8 +225,18 @@ fn check_len(what: &'static str, expected: usize, got: usize) -> Result<(), Erro
 }
 
 fn check_options(options: &AttendOptions<'_>, entries: usize, q_heads: usize) -> Result<(), Error> {
+    let no = |what, value, allowed| Err(Error::Number { what, value, allowed });
+    if !options.sm_scale.is_finite() {
+        return no("sm_scale", options.sm_scale, "a finite number");
+    }
+    if let Some(cap) = options.softcap.filter(|c| !(c.is_finite() && *c > 0.0)) {
+        return no("softcap", cap, "a finite number above 0");
+    }
     if let Some(sinks) = options.sink_logits {
         check_len("length of sink_logits", q_heads, sinks.len())?;
+        if let Some(&bad) = sinks.iter().find(|x| !x.is_finite()) {
+            return no("a sink logit", bad, "a finite number");
+        }
     }
     if !options.first_visible.is_empty() {
         check_len("length of first_visible", entries, options.first_visible.len())?;

@@ -5,7 +5,7 @@
 //! NOT here: validation (mod.rs), arithmetic (cpu/, softmax.rs).
 
 use super::cpu::Variant;
-use super::cpu::generic::{RANGE_LEN, Source, Task};
+use super::cpu::generic::{MAX_VECTORS, RANGE_LEN, Source, Task};
 use super::softmax::States;
 use super::threads::Threads;
 use crate::LayerShape;
@@ -17,6 +17,28 @@ const TILE_ROWS: usize = 32;
 /// Tiles of at most this many query vectors per kv head are split by key range among threads; larger ones have work
 /// enough for one thread as they are.
 const SPLIT_VECTORS: usize = 16;
+
+/// Units that each thread should find at least, so that no thread waits long for the last one.
+const UNITS_PER_THREAD: usize = 8;
+/// Most ranges of a unit of few query vectors.
+const MAX_RUN: usize = 8;
+
+/// How calls are cut into work, for experiments; results do not depend on it. None: the product's rule.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Split {
+    /// Key ranges of one unit of work (rows with few query vectors only), 1 or more.
+    pub ranges_per_unit: Option<usize>,
+    /// Query vectors that share one pass over the codes, from 1 to the rule's number.
+    pub vectors_per_unpack: Option<usize>,
+}
+
+impl Split {
+    /// The product's rule: ranges of one unit, when a call has `ranges` of them over all kv heads, rows and layers.
+    pub fn rule(ranges: usize, threads: usize) -> usize {
+        // Runs of ranges keep a thread on memory that it fetches ahead; many units keep threads evenly busy.
+        (ranges / (threads * UNITS_PER_THREAD)).clamp(1, MAX_RUN)
+    }
+}
 
 /// The newest rows of one sequence in one layer, to be attended.
 pub(crate) struct Problem<'a> {
@@ -45,6 +67,13 @@ struct Tile {
     edge: usize,
 }
 
+impl Tile {
+    /// Query vectors per kv head.
+    fn vectors(&self, p: &Problem<'_>) -> usize {
+        self.positions.len() * p.shape.gqa_ratio()
+    }
+}
+
 struct Unit {
     tile: usize,
     head: usize,
@@ -52,14 +81,24 @@ struct Unit {
 }
 
 /// Attends every problem. Shapes: `q`, `out`: `[rows of all problems][q_heads][head_dim]`, all of one shape.
-pub(crate) fn run(variant: &Variant, threads: &Threads, problems: &[Problem<'_>], q: &[f32], out: &mut [f32]) {
+pub(crate) fn run(
+    variant: &Variant,
+    threads: &Threads,
+    split: Split,
+    problems: &[Problem<'_>],
+    q: &[f32],
+    out: &mut [f32],
+) {
     let tiles = tiles(problems);
-    let units = units(problems, &tiles);
-    let states = threads.map(units.len(), |i| attend_unit(variant, problems, &tiles, &units[i], q));
+    let units = units(problems, &tiles, threads.count(), split);
+    let states = threads.map(units.len(), |i| attend_unit(variant, split, problems, &tiles, &units[i], q));
     let mut results = units.iter().zip(states).peekable();
-    while let Some((unit, mut merged)) = results.next() {
+    while let Some((unit, states)) = results.next() {
+        let mut states = states.into_iter();
+        let mut merged = states.next().expect("a unit has a range");
+        states.for_each(|s| merged.merge_all(&s));
         while let Some((_, next)) = results.next_if(|(u, _)| (u.tile, u.head) == (unit.tile, unit.head)) {
-            merged.merge_all(&next);
+            next.iter().for_each(|s| merged.merge_all(s));
         }
         let tile = &tiles[unit.tile];
         let p = &problems[tile.problem];
@@ -86,14 +125,20 @@ fn tiles(problems: &[Problem<'_>]) -> Vec<Tile> {
     tiles
 }
 
-fn units(problems: &[Problem<'_>], tiles: &[Tile]) -> Vec<Unit> {
+fn units(problems: &[Problem<'_>], tiles: &[Tile], threads: usize, split: Split) -> Vec<Unit> {
+    let ranges = |t: &Tile| {
+        let first = problems[t.problem].first_visible.min(t.positions.end - 1) / RANGE_LEN;
+        first..t.positions.end.div_ceil(RANGE_LEN)
+    };
+    let all: usize = tiles.iter().map(|t| ranges(t).len() * problems[t.problem].shape.kv_heads).sum();
+    let run = split.ranges_per_unit.map_or_else(|| Split::rule(all, threads), |run| run.max(1));
     let mut units = Vec::new();
     for (tile, t) in tiles.iter().enumerate() {
-        let p = &problems[t.problem];
-        let ranges = p.first_visible.min(t.positions.end - 1) / RANGE_LEN..t.positions.end.div_ceil(RANGE_LEN);
-        let step = if t.positions.len() * p.shape.gqa_ratio() <= SPLIT_VECTORS { 1 } else { ranges.len() };
+        let (p, ranges) = (&problems[t.problem], ranges(t));
+        let run = if t.vectors(p) <= SPLIT_VECTORS { run } else { ranges.len() };
         for head in 0..p.shape.kv_heads {
-            units.extend(ranges.clone().step_by(step).map(|r| Unit { tile, head, ranges: r..r + step }));
+            let runs = ranges.clone().step_by(run).map(|r| r..(r + run).min(ranges.end));
+            units.extend(runs.map(|ranges| Unit { tile, head, ranges }));
         }
     }
     units
@@ -106,29 +151,47 @@ fn vectors<'a>(p: &'a Problem<'_>, tile: &Tile, head: usize) -> impl Iterator<It
     rows.flat_map(move |row| (0..ratio).map(move |i| ((p.first_row + row) * p.shape.q_heads + head * ratio + i) * d))
 }
 
-fn attend_unit(variant: &Variant, problems: &[Problem<'_>], tiles: &[Tile], unit: &Unit, q: &[f32]) -> States {
+/// One state per range when the unit has few vectors; one merged state when it has all ranges of its tile. Either way
+/// the ranges are merged one by one in order, so that the split does not show in the result.
+fn attend_unit(
+    variant: &Variant,
+    split: Split,
+    problems: &[Problem<'_>],
+    tiles: &[Tile],
+    unit: &Unit,
+    q: &[f32],
+) -> Vec<States> {
     let tile = &tiles[unit.tile];
     let p = &problems[tile.problem];
     let (d, ratio) = (p.shape.head_dim, p.shape.gqa_ratio());
-    let mut scaled = Vec::with_capacity(tile.positions.len() * ratio * d);
+    let mut scaled = Vec::with_capacity(tile.vectors(p) * d);
     vectors(p, tile, unit.head).for_each(|at| scaled.extend(q[at..at + d].iter().map(|x| x * p.sm_scale)));
     let last_visible: Vec<_> = tile.positions.clone().flat_map(|p| std::iter::repeat_n(p, ratio)).collect();
-    let mut states = States::init(last_visible.len(), d);
+    let apart = tile.vectors(p) <= SPLIT_VECTORS;
+    let mut states: Vec<States> = Vec::new();
     for r in unit.ranges.clone() {
+        let range = r * RANGE_LEN..((r + 1) * RANGE_LEN).min(tile.positions.end);
+        let more = r + 1 < unit.ranges.end && range.end < tile.edge;
         let task = Task {
             source: p.source,
             head: unit.head,
             head_dim: d,
             records: p.records,
-            range: r * RANGE_LEN..((r + 1) * RANGE_LEN).min(tile.positions.end),
+            next_group: p.records.filter(|_| more).map(|layout| range.end / layout.group_len),
+            range,
             edge: tile.edge,
             sinks: if tile.edge > 0 { p.sinks } else { 0 },
             first_visible: p.first_visible,
+            vectors_per_unpack: split.vectors_per_unpack.unwrap_or(MAX_VECTORS).clamp(1, MAX_VECTORS),
             softcap: p.softcap,
             q: &scaled,
             last_visible: &last_visible,
         };
-        (variant.run)(&task, &mut |i, m, l, o| states.merge(i, m, l, o));
+        if apart || states.is_empty() {
+            states.push(States::init(last_visible.len(), d));
+        }
+        let state = states.last_mut().expect("just pushed");
+        (variant.run)(&task, state);
     }
     states
 }

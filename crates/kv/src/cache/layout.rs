@@ -70,6 +70,16 @@ impl RecordLayout {
         params(&record[self.v_params + group * bytes..][..bytes], self.group_len)
     }
 
+    /// Where the key half of a record begins and ends.
+    pub(crate) fn k_bytes(&self) -> Range<usize> {
+        0..self.v_params
+    }
+
+    /// Where the value half of a record begins and ends.
+    pub(crate) fn v_bytes(&self) -> Range<usize> {
+        self.v_params..self.record_bytes
+    }
+
     /// Panels of the keys: lanes are tokens.
     pub(crate) fn k_panels(&self) -> impl Iterator<Item = Panel> + use<> {
         panels(self.k_codes, self.k_bits, self.group_len, self.head_dim)

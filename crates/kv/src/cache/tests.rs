@@ -25,9 +25,10 @@ fn cache(scheme: &str) -> Cache {
 /// K or V rows of a request's positions: equal places give equal numbers.
 fn rows(request: usize, tensor: usize, positions: std::ops::Range<usize>) -> Vec<f32> {
     let number = |p: usize, i: usize| {
-        let x = (request * 3 + tensor + 1).wrapping_mul(0x9E37_79B9) ^ p.wrapping_mul(0x85EB_CA6B) ^ i * 0x27D4_EB2F;
-        let x = (x ^ x >> 15).wrapping_mul(0x2C1B_3C6D) & 0xffff_ffff;
-        ((x ^ x >> 13) & 0xffff) as f32 / 32768.0 - 1.0
+        let place = (request * 3 + tensor + 1).wrapping_mul(0x9E37_79B9) ^ p.wrapping_mul(0x85EB_CA6B);
+        let x = place ^ i.wrapping_mul(0x27D4_EB2F);
+        let x = (x ^ (x >> 15)).wrapping_mul(0x2C1B_3C6D) & 0xffff_ffff;
+        ((x ^ (x >> 13)) & 0xffff) as f32 / 32768.0 - 1.0
     };
     positions.flat_map(|p| (0..shape().row_len()).map(move |i| number(p, i))).collect()
 }

@@ -11,7 +11,8 @@ pub(super) struct Avx2(());
 
 impl Avx2 {
     pub(super) fn new() -> Option<Self> {
-        let all = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+        let all =
+            is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
         all.then_some(Self(()))
     }
 

@@ -75,7 +75,7 @@ unsafe fn rows<const BITS: usize, const R: usize>(
     let mut acc = [_mm512_setzero_ps(); R];
     for b in 0..blocks {
         let mut sums = [[_mm512_setzero_si512(); 2]; R];
-        // SAFETY (all below): the caller checked that tile has `blocks` blocks and x has rows first..first+R; a prefetch
+        // SAFETY: holds for all below: the caller checked that tile has `blocks` blocks and x has rows first..first+R; a prefetch
         // may name any address.
         unsafe {
             let lines = tile.lines.as_ptr().add(b * BITS);

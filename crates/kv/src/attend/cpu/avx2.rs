@@ -31,11 +31,24 @@ impl Kernel for Avx2 {
     }
 
     #[inline(always)]
-    fn fold<const H: usize>(self, x: &[f32], stride: usize, scales: &[f16], folded: &mut Self::Folded<H>) {
+    fn fold<const H: usize>(
+        self,
+        x: &[f32],
+        stride: usize,
+        scales: &[f16],
+        _bound: &[f32; H],
+        folded: &mut Self::Folded<H>,
+    ) {
         assert!(scales.len() <= MAX_FOLD && scales.len().is_multiple_of(16));
         assert!(x.len() >= (H - 1) * stride + scales.len());
         // SAFETY: self proves the features; lengths were just checked.
         unsafe { fold(x, stride, scales, folded) }
+    }
+
+    fn raise(self, _top: &mut [f32], _y: &[f16]) {}
+
+    fn bound<const H: usize>(self, _x: &[f32], _stride: usize, _top: &[f32]) -> [f32; H] {
+        [0.0; H]
     }
 
     #[inline(always)]
@@ -112,15 +125,25 @@ impl Kernel for Avx2 {
     }
 
     #[inline(always)]
+    fn prefetch(self, from: *const u8, bytes: usize) {
+        for at in (0..bytes).step_by(LINE) {
+            // SAFETY: a prefetch may name any address.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(at).cast()) }
+        }
+    }
+
+    #[inline(always)]
     fn max(self, scores: &[f32]) -> f32 {
         // SAFETY: self proves the features; whole chunks of 8 are read.
         unsafe { max(scores) }
     }
 
     #[inline(always)]
-    fn exp(self, scores: &mut [f32], max: f32) -> f32 {
-        // SAFETY: self proves the features; whole chunks of 8 are read and written.
-        unsafe { exp(scores, max) }
+    fn exp(self, scores: &mut [f32], max: f32, sum: &mut Lanes) -> f32 {
+        // SAFETY: self proves the features; whole chunks of 16 are read and written.
+        unsafe { exp(scores, max, sum) };
+        // Nobody here uses the largest.
+        0.0
     }
 }
 
@@ -128,13 +151,6 @@ impl Kernel for Avx2 {
 unsafe fn load_f16(p: *const f16) -> __m256 {
     // SAFETY: the caller gives 8 readable numbers.
     _mm256_cvtph_ps(unsafe { _mm_loadu_si128(p.cast()) })
-}
-
-#[target_feature(enable = "avx2,fma,f16c")]
-fn sum_lanes(x: __m256) -> f32 {
-    let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
-    let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
-    _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)))
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -316,7 +332,7 @@ unsafe fn f16_values<const H: usize>(
         }
         for token in 0..v.len() / head_dim {
             let at = token * head_dim + channel;
-            if channel % 32 == 0 {
+            if channel.is_multiple_of(32) {
                 _mm_prefetch::<_MM_HINT_T0>(prefetch.wrapping_add(2 * at).cast());
             }
             let row = v.as_ptr().add(at);
@@ -346,27 +362,28 @@ unsafe fn max(scores: &[f32]) -> f32 {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn exp(scores: &mut [f32], max: f32) -> f32 {
+unsafe fn exp(scores: &mut [f32], max: f32, sum: &mut Lanes) {
     let max = _mm256_set1_ps(max);
     let least = _mm256_set1_ps(MIN_EXP);
-    let mut sum = _mm256_setzero_ps();
-    for s in scores.chunks_exact_mut(8) {
-        // SAFETY: a chunk has 8 elements.
-        unsafe {
-            let x = _mm256_sub_ps(_mm256_loadu_ps(s.as_ptr()), max);
-            let seen = _mm256_cmp_ps::<_CMP_GE_OQ>(x, least);
-            let y = _mm256_mul_ps(_mm256_max_ps(x, least), _mm256_set1_ps(std::f32::consts::LOG2_E));
-            let n = _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(y);
-            let f = _mm256_sub_ps(y, n);
-            let mut p = _mm256_set1_ps(EXP2[0]);
-            for c in &EXP2[1..] {
-                p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(*c));
+    for s in scores.chunks_exact_mut(16) {
+        for half in [0, 8] {
+            // SAFETY: a chunk and Lanes have 16 elements.
+            unsafe {
+                let (s, sum) = (s.as_mut_ptr().add(half), sum.0.as_mut_ptr().add(half));
+                let x = _mm256_sub_ps(_mm256_loadu_ps(s), max);
+                let seen = _mm256_cmp_ps::<_CMP_GE_OQ>(x, least);
+                let y = _mm256_mul_ps(_mm256_max_ps(x, least), _mm256_set1_ps(std::f32::consts::LOG2_E));
+                let n = _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(y);
+                let f = _mm256_sub_ps(y, n);
+                let mut p = _mm256_set1_ps(EXP2[0]);
+                for c in &EXP2[1..] {
+                    p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(*c));
+                }
+                let power = _mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)));
+                let e = _mm256_and_ps(_mm256_mul_ps(p, _mm256_castsi256_ps(power)), seen);
+                _mm256_storeu_ps(sum, _mm256_add_ps(_mm256_loadu_ps(sum), e));
+                _mm256_storeu_ps(s, e);
             }
-            let power = _mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)));
-            let e = _mm256_and_ps(_mm256_mul_ps(p, _mm256_castsi256_ps(power)), seen);
-            sum = _mm256_add_ps(sum, e);
-            _mm256_storeu_ps(s.as_mut_ptr(), e);
         }
     }
-    sum_lanes(sum)
 }

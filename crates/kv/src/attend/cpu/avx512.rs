@@ -1,7 +1,7 @@
 //! AVX-512 with VNNI: 8-bit dot products on packed codes (`vpdpbusd`), f32 FMA on f16 rows.
 //!
-//! Folded multipliers are 15-bit integers in two signed 8-bit limbs, `y = 128*hi + lo`, scaled per fold (one group of one
-//! query vector) by its largest magnitude; codes are masked in place, never shifted where lanes differ (a field's power
+//! Folded multipliers are 15-bit integers in two signed 8-bit limbs, `y = 128*hi + lo`, scaled per query vector by a bound
+//! on their magnitudes (keys: one per range, from its scales; values: one per group, from its largest weight and scale); codes are masked in place, never shifted where lanes differ (a field's power
 //! of two goes into the descale). Sums stay exact in i32: `256 rows * 255 * 127 * 128 < 2^31`.
 //! Accuracy: each multiplier is off by at most max/32512, about 6e-4 relative in the output of real shapes.
 //! Tried and lost: one limb per multiplier (error 0.15 unless the codes are centred).
@@ -12,7 +12,6 @@ use super::portable::{EXP2, MIN_EXP};
 use crate::quant::pack::{LINE, PANEL_LANES, SLOT_LANES};
 use half::f16;
 use std::arch::x86_64::*;
-use std::mem::MaybeUninit;
 
 /// What [`Avx512Vnni::new`] looks for.
 pub(crate) const NEEDS: &str = "avx512f, avx512bw, avx512vl, avx512dq, avx512vnni";
@@ -50,11 +49,25 @@ impl Kernel for Avx512Vnni {
     }
 
     #[inline(always)]
-    fn fold<const H: usize>(self, x: &[f32], stride: usize, scales: &[f16], folded: &mut Limbs<H>) {
+    fn fold<const H: usize>(self, x: &[f32], stride: usize, scales: &[f16], bound: &[f32; H], folded: &mut Limbs<H>) {
         assert!(scales.len() <= MAX_FOLD && scales.len().is_multiple_of(16));
         assert!(x.len() >= (H - 1) * stride + scales.len());
         // SAFETY: self proves the features; lengths were just checked.
-        unsafe { fold(x, stride, scales, folded) }
+        unsafe { fold(x, stride, scales, bound, folded) }
+    }
+
+    #[inline(always)]
+    fn raise(self, top: &mut [f32], y: &[f16]) {
+        assert!(top.len() >= y.len() && y.len().is_multiple_of(16));
+        // SAFETY: self proves the features; lengths were just checked.
+        unsafe { raise(top, y) }
+    }
+
+    #[inline(always)]
+    fn bound<const H: usize>(self, x: &[f32], stride: usize, top: &[f32]) -> [f32; H] {
+        assert!(x.len() >= (H - 1) * stride + top.len() && top.len().is_multiple_of(16));
+        // SAFETY: self proves the features; lengths were just checked.
+        unsafe { bound(x, stride, top) }
     }
 
     #[inline(always)]
@@ -133,15 +146,23 @@ impl Kernel for Avx512Vnni {
     }
 
     #[inline(always)]
+    fn prefetch(self, from: *const u8, bytes: usize) {
+        for at in (0..bytes).step_by(LINE) {
+            // SAFETY: a prefetch may name any address.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(at).cast()) }
+        }
+    }
+
+    #[inline(always)]
     fn max(self, scores: &[f32]) -> f32 {
         // SAFETY: self proves the features; whole chunks of 16 are read.
         unsafe { max(scores) }
     }
 
     #[inline(always)]
-    fn exp(self, scores: &mut [f32], max: f32) -> f32 {
+    fn exp(self, scores: &mut [f32], max: f32, sum: &mut Lanes) -> f32 {
         // SAFETY: self proves the features; whole chunks of 16 are read and written.
-        unsafe { exp(scores, max) }
+        unsafe { exp(scores, max, sum) }
     }
 }
 
@@ -152,68 +173,84 @@ unsafe fn load_f16(p: *const f16) -> __m512 {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn fold<const H: usize>(x: &[f32], stride: usize, scales: &[f16], folded: &mut Limbs<H>) {
+unsafe fn fold<const H: usize>(x: &[f32], stride: usize, scales: &[f16], bound: &[f32; H], folded: &mut Limbs<H>) {
     let n = scales.len();
-    // Written before it is read; clearing it would cost as much as the fold itself.
-    let mut products = MaybeUninit::<Products<H>>::uninit();
-    let products = products.as_mut_ptr().cast::<f32>();
-    let mut top = [_mm512_setzero_ps(); H];
-    for i in (0..n).step_by(16) {
-        // SAFETY: the caller checked that every row of x has n elements; n is a multiple of 16 and at most MAX_FOLD.
-        unsafe {
-            let scale = load_f16(scales.as_ptr().add(i));
-            for h in 0..H {
-                let y = _mm512_mul_ps(_mm512_loadu_ps(x.as_ptr().add(h * stride + i)), scale);
-                top[h] = _mm512_max_ps(top[h], _mm512_abs_ps(y));
-                _mm512_store_ps(products.add(h * MAX_FOLD + i), y);
-            }
-        }
-    }
+    let mut factor = [_mm512_setzero_ps(); H];
     for h in 0..H {
-        // All zero: any positive number keeps 0/top = 0.
-        let top = _mm512_reduce_max_ps(top[h]).max(f32::MIN_POSITIVE);
-        folded.descale[h] = top / TOP;
-        let factor = _mm512_set1_ps(TOP / top);
-        let integers = |i: usize| {
-            // SAFETY: i + 16 <= n <= MAX_FOLD, and the first n products of every row were stored above.
-            let y = unsafe { _mm512_load_ps(products.add(h * MAX_FOLD + i)) };
-            _mm512_cvtps_epi32(_mm512_mul_ps(y, factor))
-        };
-        // Whole 64s: 16-bit arithmetic, then the packs' interleaving of 128-bit lanes is undone once per limb.
-        let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-        let (hi, lo) = (folded.limbs[0][h].as_mut_ptr(), folded.limbs[1][h].as_mut_ptr());
-        let whole = n / 64 * 64;
+        // A bound of (almost) nothing leaves the factor 0: such products vanish in the sum.
+        let scale = if bound[h] > 1e-30 { TOP / bound[h] } else { 0.0 };
+        factor[h] = _mm512_set1_ps(scale);
+        folded.descale[h] = bound[h] / TOP;
+    }
+    let x = |h: usize, i: usize| x.as_ptr().wrapping_add(h * stride + i);
+    let scale = |i: usize| scales.as_ptr().wrapping_add(i);
+    // Whole 64s: 16-bit arithmetic, then the packs' interleaving of 128-bit lanes is undone once per limb.
+    let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    let round = _mm512_set1_epi16(64);
+    let whole = n / 64 * 64;
+    // SAFETY: the caller checked that every row of x has n elements; n is a multiple of 16 and at most MAX_FOLD.
+    unsafe {
         for i in (0..whole).step_by(64) {
-            let a = _mm512_packs_epi32(integers(i), integers(i + 16));
-            let b = _mm512_packs_epi32(integers(i + 32), integers(i + 48));
-            let round = _mm512_set1_epi16(64);
-            let high = [a, b].map(|y| _mm512_srai_epi16::<7>(_mm512_add_epi16(y, round)));
-            let low_a = _mm512_sub_epi16(a, _mm512_slli_epi16::<7>(high[0]));
-            let low_b = _mm512_sub_epi16(b, _mm512_slli_epi16::<7>(high[1]));
-            let high = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(high[0], high[1]));
-            let low = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low_a, low_b));
-            // SAFETY: i + 64 <= MAX_FOLD.
-            unsafe {
-                _mm512_storeu_si512(hi.add(i).cast(), high);
-                _mm512_storeu_si512(lo.add(i).cast(), low);
+            let scales =
+                [load_f16(scale(i)), load_f16(scale(i + 16)), load_f16(scale(i + 32)), load_f16(scale(i + 48))];
+            for h in 0..H {
+                let integers = |j: usize| {
+                    let y = _mm512_mul_ps(_mm512_loadu_ps(x(h, i + 16 * j)), factor[h]);
+                    _mm512_cvtps_epi32(_mm512_mul_ps(y, scales[j]))
+                };
+                let a = _mm512_packs_epi32(integers(0), integers(1));
+                let b = _mm512_packs_epi32(integers(2), integers(3));
+                let high_a = _mm512_srai_epi16::<7>(_mm512_add_epi16(a, round));
+                let high_b = _mm512_srai_epi16::<7>(_mm512_add_epi16(b, round));
+                let low_a = _mm512_sub_epi16(a, _mm512_slli_epi16::<7>(high_a));
+                let low_b = _mm512_sub_epi16(b, _mm512_slli_epi16::<7>(high_b));
+                let high = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(high_a, high_b));
+                let low = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low_a, low_b));
+                _mm512_storeu_si512(folded.limbs[0][h].as_mut_ptr().add(i).cast(), high);
+                _mm512_storeu_si512(folded.limbs[1][h].as_mut_ptr().add(i).cast(), low);
             }
         }
         for i in (whole..n).step_by(16) {
-            let y = integers(i);
-            let high = _mm512_srai_epi32::<7>(_mm512_add_epi32(y, _mm512_set1_epi32(64)));
-            let low = _mm512_sub_epi32(y, _mm512_slli_epi32::<7>(high));
-            // SAFETY: i + 16 <= MAX_FOLD.
-            unsafe {
-                _mm_storeu_si128(hi.add(i).cast(), _mm512_cvtepi32_epi8(high));
-                _mm_storeu_si128(lo.add(i).cast(), _mm512_cvtepi32_epi8(low));
+            let scales = load_f16(scale(i));
+            for h in 0..H {
+                let y = _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x(h, i)), factor[h]), scales);
+                let y = _mm512_cvtps_epi32(y);
+                let high = _mm512_srai_epi32::<7>(_mm512_add_epi32(y, _mm512_set1_epi32(64)));
+                let low = _mm512_sub_epi32(y, _mm512_slli_epi32::<7>(high));
+                _mm_storeu_si128(folded.limbs[0][h].as_mut_ptr().add(i).cast(), _mm512_cvtepi32_epi8(high));
+                _mm_storeu_si128(folded.limbs[1][h].as_mut_ptr().add(i).cast(), _mm512_cvtepi32_epi8(low));
             }
         }
     }
 }
 
-/// Buffer of [`fold`]: `[H][MAX_FOLD]`.
-#[repr(align(64))]
-struct Products<const H: usize>([[f32; MAX_FOLD]; H]);
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+unsafe fn raise(top: &mut [f32], y: &[f16]) {
+    for i in (0..y.len()).step_by(16) {
+        // SAFETY: the caller checked the lengths.
+        unsafe {
+            let top = top.as_mut_ptr().add(i);
+            _mm512_storeu_ps(top, _mm512_max_ps(_mm512_loadu_ps(top), load_f16(y.as_ptr().add(i))));
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+unsafe fn bound<const H: usize>(x: &[f32], stride: usize, top: &[f32]) -> [f32; H] {
+    let mut bounds = [0.0; H];
+    for (h, bound) in bounds.iter_mut().enumerate() {
+        let mut largest = _mm512_setzero_ps();
+        for i in (0..top.len()).step_by(16) {
+            // SAFETY: the caller checked the lengths.
+            let y = unsafe {
+                _mm512_mul_ps(_mm512_loadu_ps(x.as_ptr().add(h * stride + i)), _mm512_loadu_ps(top.as_ptr().add(i)))
+            };
+            largest = _mm512_max_ps(largest, _mm512_abs_ps(y));
+        }
+        *bound = _mm512_reduce_max_ps(largest);
+    }
+    bounds
+}
 
 /// One panel of `16*SETS` lanes. Slots go to the accumulator of their set; the field of set s is left at bit `BITS*s`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
@@ -420,10 +457,12 @@ unsafe fn max(scores: &[f32]) -> f32 {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn exp(scores: &mut [f32], max: f32) -> f32 {
+unsafe fn exp(scores: &mut [f32], max: f32, sum: &mut Lanes) -> f32 {
     let max = _mm512_set1_ps(max);
     let least = _mm512_set1_ps(MIN_EXP);
-    let mut sum = _mm512_setzero_ps();
+    let mut largest = _mm512_setzero_ps();
+    // SAFETY: Lanes are 16 aligned numbers.
+    let mut total = unsafe { _mm512_load_ps(sum.0.as_ptr()) };
     for s in scores.chunks_exact_mut(16) {
         // SAFETY: a chunk has 16 elements.
         unsafe {
@@ -437,9 +476,12 @@ unsafe fn exp(scores: &mut [f32], max: f32) -> f32 {
                 p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(*c));
             }
             let e = _mm512_maskz_scalef_ps(seen, p, n);
-            sum = _mm512_add_ps(sum, e);
+            total = _mm512_add_ps(total, e);
+            largest = _mm512_max_ps(largest, e);
             _mm512_storeu_ps(s.as_mut_ptr(), e);
         }
     }
-    _mm512_reduce_add_ps(sum)
+    // SAFETY: as above.
+    unsafe { _mm512_store_ps(sum.0.as_mut_ptr(), total) };
+    _mm512_reduce_max_ps(largest)
 }

@@ -6,6 +6,7 @@
 //! serves keys and values. A range is one softmax block: all its scores first, then its values.
 //! NOT here: instructions (one file per instruction set), ranges and threads (attend/plan.rs).
 
+use crate::attend::softmax::States;
 use crate::cache::layout::{F16_BLOCK_LEN, RecordLayout};
 use crate::quant::pack::SLOT_LANES;
 use half::f16;
@@ -16,6 +17,8 @@ use std::ops::Range;
 pub(crate) const RANGE_LEN: usize = 512;
 /// Query vectors that share one pass over the codes: 4 vectors x 2 limbs x 2 sets of lanes fill half of 32 registers.
 pub(crate) const MAX_VECTORS: usize = 4;
+/// Longest group.
+const MAX_GROUP: usize = 128;
 /// Longest fold: channels of a head, or tokens of a group.
 pub(crate) const MAX_FOLD: usize = 256;
 
@@ -40,12 +43,16 @@ pub(crate) struct Task<'a> {
     pub records: Option<&'a RecordLayout>,
     /// Positions; starts at a multiple of [`RANGE_LEN`] and is at most that long.
     pub range: Range<usize>,
+    /// The group that is attended after this range, if known: its keys are asked for ahead of time.
+    pub next_group: Option<usize>,
     /// Positions before this one are packed, sinks excepted.
     pub edge: usize,
     /// Sink tokens (0 when nothing is packed).
     pub sinks: usize,
     /// Positions before this one are not seen.
     pub first_visible: usize,
+    /// At most [`MAX_VECTORS`]; fewer only in experiments.
+    pub vectors_per_unpack: usize,
     pub softcap: Option<f32>,
     /// Query vectors times sm_scale, `[vectors][head_dim]`.
     pub q: &'a [f32],
@@ -77,7 +84,19 @@ pub(crate) trait Kernel: Copy {
     type Folded<const H: usize>;
     fn folded<const H: usize>(self) -> Self::Folded<H>;
     /// Folds `x[h][i] * scales[i]` for the panels that follow. `scales.len()` is a multiple of 16, at most [`MAX_FOLD`].
-    fn fold<const H: usize>(self, x: &[f32], stride: usize, scales: &[f16], folded: &mut Self::Folded<H>);
+    /// `bound[h]` is at least every magnitude in row h: what integer multipliers are scaled by.
+    fn fold<const H: usize>(
+        self,
+        x: &[f32],
+        stride: usize,
+        scales: &[f16],
+        bound: &[f32; H],
+        folded: &mut Self::Folded<H>,
+    );
+    /// `top[i] = max(top[i], y[i])`; the length of `y` is a multiple of 16.
+    fn raise(self, top: &mut [f32], y: &[f16]);
+    /// Largest of `|x[h][i]| * top[i]`; the length of `top` is a multiple of 16.
+    fn bound<const H: usize>(self, x: &[f32], stride: usize, top: &[f32]) -> [f32; H];
     /// `out[h][lane] += sum over rows of folded[h][row] * code[row][lane]`. `lanes` is 16 or 32. While it runs it asks
     /// for the memory from `prefetch` on, as many bytes as `codes` has.
     #[allow(clippy::too_many_arguments)]
@@ -114,10 +133,12 @@ pub(crate) trait Kernel: Copy {
         out: &mut [f32],
         prefetch: *const u8,
     );
+    /// Asks for memory that will be read soon.
+    fn prefetch(self, from: *const u8, bytes: usize);
     /// Largest score; the length is a multiple of 16.
     fn max(self, scores: &[f32]) -> f32;
-    /// `scores[i] = exp(scores[i] - max)`, exactly 0 for -inf; returns the sum.
-    fn exp(self, scores: &mut [f32], max: f32) -> f32;
+    /// `scores[i] = exp(scores[i] - max)`, exactly 0 for -inf; adds the results to `sum` and returns the largest.
+    fn exp(self, scores: &mut [f32], max: f32, sum: &mut Lanes) -> f32;
 }
 
 #[repr(align(64))]
@@ -126,29 +147,27 @@ struct Scores<const H: usize>([[f32; RANGE_LEN]; H]);
 #[repr(align(64))]
 struct Output<const H: usize>([[f32; MAX_FOLD]; H]);
 
-/// Attends the range for all query vectors, [`MAX_VECTORS`] at a time, and gives each vector's partial state
-/// `(vector, m, l, o)` to `push`. A vector's state does not depend on its neighbours.
-pub(crate) fn attend_range<K: Kernel>(kernel: K, task: &Task<'_>, push: &mut dyn FnMut(usize, f32, f32, &[f32])) {
+/// Largest weight of each group of a range, per query vector.
+type Tops<const H: usize> = [[f32; H]; RANGE_LEN / F16_BLOCK_LEN];
+
+/// Attends the range for all query vectors, [`MAX_VECTORS`] at a time, and merges each vector's partial state into
+/// `states`. A vector's state does not depend on its neighbours.
+pub(crate) fn attend_range<K: Kernel>(kernel: K, task: &Task<'_>, states: &mut States) {
     let vectors = task.last_visible.len();
     let mut first = 0;
     while first < vectors {
-        let n = MAX_VECTORS.min(vectors - first);
+        let n = task.vectors_per_unpack.min(vectors - first);
         match n {
-            1 => attend_vectors::<K, 1>(kernel, task, first, push),
-            2 => attend_vectors::<K, 2>(kernel, task, first, push),
-            3 => attend_vectors::<K, 3>(kernel, task, first, push),
-            _ => attend_vectors::<K, 4>(kernel, task, first, push),
+            1 => attend_vectors::<K, 1>(kernel, task, first, states),
+            2 => attend_vectors::<K, 2>(kernel, task, first, states),
+            3 => attend_vectors::<K, 3>(kernel, task, first, states),
+            _ => attend_vectors::<K, 4>(kernel, task, first, states),
         }
         first += n;
     }
 }
 
-fn attend_vectors<K: Kernel, const H: usize>(
-    kernel: K,
-    task: &Task<'_>,
-    first: usize,
-    push: &mut dyn FnMut(usize, f32, f32, &[f32]),
-) {
+fn attend_vectors<K: Kernel, const H: usize>(kernel: K, task: &Task<'_>, first: usize, states: &mut States) {
     let (d, base) = (task.head_dim, task.range.start);
     let q = &task.q[first * d..][..H * d];
     let last_visible = &task.last_visible[first..][..H];
@@ -170,7 +189,10 @@ fn attend_vectors<K: Kernel, const H: usize>(
     }
 
     let padded = keys.padded_len();
+    let step = keys.step();
     let (mut m, mut l) = ([f32::NEG_INFINITY; H], [0.0; H]);
+    let mut tops: Tops<H> = [[0.0; H]; RANGE_LEN / F16_BLOCK_LEN];
+    let mut out = Output([[0.0; MAX_FOLD]; H]);
     for h in 0..H {
         let row = &mut scores.0[h][..padded];
         if let Some(cap) = task.softcap {
@@ -181,23 +203,25 @@ fn attend_vectors<K: Kernel, const H: usize>(
         m[h] = kernel.max(row);
         if m[h] == f32::NEG_INFINITY {
             row.fill(0.0);
-        } else {
-            l[h] = kernel.exp(row, m[h]);
+            continue;
         }
-    }
-
-    let mut out = Output([[0.0; MAX_FOLD]; H]);
-    for j in 0..sinks {
-        let v = &task.source.sinks(task.head).1[j * d..][..d];
-        for h in 0..H {
+        let mut sum = Lanes::ZERO;
+        for j in 0..sinks {
             // The packed codes of a sink token are not its values: its weight is spent here.
-            let p = std::mem::take(&mut scores.0[h][j]);
+            let p = (std::mem::replace(&mut row[j], f32::NEG_INFINITY) - m[h]).exp();
+            sum.0[j] += p;
+            let v = &task.source.sinks(task.head).1[j * d..][..d];
             (0..d).for_each(|i| out.0[h][i] += p * v[i].to_f32());
         }
+        for (top, group) in tops.iter_mut().zip(row.chunks_mut(step)) {
+            top[h] = kernel.exp(group, m[h], &mut sum);
+        }
+        l[h] = sum.total();
     }
-    keys.values(kernel, scores.0.as_flattened(), out.0.as_flattened_mut(), &mut folded);
+
+    keys.values(kernel, scores.0.as_flattened(), &tops, out.0.as_flattened_mut(), &mut folded);
     for h in 0..H {
-        push(first + h, m[h], l[h], &out.0[h][..d]);
+        states.merge(first + h, m[h], l[h], &out.0[h][..d]);
     }
 }
 
@@ -213,12 +237,14 @@ impl Keys<'_> {
         self.task.range.start
     }
 
+    /// Tokens whose weights share a bound: a group, or a block where nothing is read packed.
+    fn step(&self) -> usize {
+        self.task.records.map_or(F16_BLOCK_LEN, |layout| layout.group_len)
+    }
+
     /// Length of the scores that the kernels write: whole groups and blocks.
     fn padded_len(&self) -> usize {
-        let step = match self.task.records {
-            Some(layout) if self.f16.is_empty() => layout.group_len,
-            _ => F16_BLOCK_LEN,
-        };
+        let step = if self.f16.is_empty() { self.step() } else { F16_BLOCK_LEN };
         (self.f16.end - self.base()).next_multiple_of(step)
     }
 
@@ -241,18 +267,29 @@ impl Keys<'_> {
     fn scores<K: Kernel, const H: usize>(&self, kernel: K, q: &[f32], out: &mut [f32], folded: &mut K::Folded<H>) {
         let d = self.task.head_dim;
         if let Some(layout) = self.task.records {
+            let keys = layout.k_bytes();
             let mut records = self.records(layout).peekable();
+            let first = records.peek().map(|r| r.1);
+            // One bound per range costs a look at every scale, but no look at the products of every group and vector.
+            let mut top = [0.0; MAX_FOLD];
+            self.records(layout).for_each(|(_, record)| kernel.raise(&mut top[..d], layout.k_params(record).0));
+            let bound = kernel.bound::<H>(q, d, &top[..d]);
             while let Some((position, record)) = records.next() {
-                let next = records.peek().map_or(record.as_ptr(), |r| r.1.as_ptr());
+                // While these keys are read, the next ones are fetched, and after the last keys the first values.
+                let ahead = match (records.peek(), first) {
+                    (Some((_, next)), _) => Ahead::of(kernel, &next[keys.clone()], keys.start),
+                    (None, Some(first)) => Ahead::of(kernel, &first[layout.v_bytes()], keys.start),
+                    (None, None) => unreachable!("there is a record"),
+                };
                 let (scales, zeros) = layout.k_params(record);
-                kernel.fold::<H>(q, d, scales, folded);
+                kernel.fold::<H>(q, d, scales, &bound, folded);
                 let mut zero = [Lanes::ZERO; H];
                 kernel.dot(q, d, zeros, &mut zero);
                 let at = position - self.base();
                 (0..H).for_each(|h| out[h * RANGE_LEN + at..][..layout.group_len].fill(zero[h].total()));
                 for p in layout.k_panels() {
                     let out = &mut out[at + p.first_lane..];
-                    let ahead = next.wrapping_add(p.bytes.start);
+                    let ahead = ahead.at(p.bytes.start);
                     kernel.panel::<H>(layout.k_bits, &record[p.bytes], p.lanes, folded, out, RANGE_LEN, ahead);
                 }
             }
@@ -264,24 +301,43 @@ impl Keys<'_> {
         }
     }
 
-    /// Adds every key's value; `p`: `[H][RANGE_LEN]` weights, `out`: `[H][MAX_FOLD]`.
-    fn values<K: Kernel, const H: usize>(&self, kernel: K, p: &[f32], out: &mut [f32], folded: &mut K::Folded<H>) {
+    /// Adds every key's value; `p`: `[H][RANGE_LEN]` weights, `tops` their largest per group, `out`: `[H][MAX_FOLD]`.
+    fn values<K: Kernel, const H: usize>(
+        &self,
+        kernel: K,
+        p: &[f32],
+        tops: &Tops<H>,
+        out: &mut [f32],
+        folded: &mut K::Folded<H>,
+    ) {
         let d = self.task.head_dim;
         if let Some(layout) = self.task.records {
             // At most head_dim / 32 channel groups.
             let mut zero_sums = [[Lanes::ZERO; H]; MAX_FOLD / 32];
+            let values = layout.v_bytes();
             let mut records = self.records(layout).peekable();
             while let Some((position, record)) = records.next() {
-                let next = records.peek().map_or(record.as_ptr(), |r| r.1.as_ptr());
+                let ahead = match (records.peek(), self.task.next_group) {
+                    (Some((_, next)), _) => Ahead::of(kernel, &next[values.clone()], values.start),
+                    (None, Some(group)) => {
+                        let next = &self.task.source.record(self.task.head, group)[layout.k_bytes()];
+                        Ahead::of(kernel, next, values.start)
+                    }
+                    (None, None) => Ahead::of(kernel, &record[values.clone()], values.start),
+                };
+                let tops = &tops[(position - self.base()) / layout.group_len];
                 let p = &p[position - self.base()..];
                 let mut panels = layout.v_panels().peekable();
                 for group in 0..layout.v_groups() {
                     let (scales, zeros) = layout.v_params(record, group);
-                    kernel.fold::<H>(p, RANGE_LEN, scales, folded);
+                    let mut top = [0.0; MAX_GROUP];
+                    kernel.raise(&mut top[..layout.group_len], scales);
+                    let top = kernel.max(&top[..layout.group_len]);
+                    kernel.fold::<H>(p, RANGE_LEN, scales, &tops.map(|p| p * top), folded);
                     kernel.dot(p, RANGE_LEN, zeros, &mut zero_sums[group]);
                     let channels = layout.v_channels(group);
                     while let Some(p) = panels.next_if(|p| channels.contains(&p.first_lane)) {
-                        let ahead = next.wrapping_add(p.bytes.start);
+                        let ahead = ahead.at(p.bytes.start);
                         let out = &mut out[p.first_lane..];
                         kernel.panel::<H>(layout.v_bits, &record[p.bytes], p.lanes, folded, out, MAX_FOLD, ahead);
                     }
@@ -302,5 +358,25 @@ impl Keys<'_> {
             let tokens = F16_BLOCK_LEN.min(self.f16.end - position);
             kernel.f16_values::<H>(&p[position - self.base()..], RANGE_LEN, &v[..tokens * d], d, out, next);
         }
+    }
+}
+
+/// Memory to be fetched while panels are read: as far into it as the panel is into its own half of the record.
+struct Ahead {
+    from: *const u8,
+    half_start: usize,
+}
+
+/// Bytes asked for at once: the parameters of most shapes, which are needed whole before the first panel is.
+const HEADER_BYTES: usize = 512;
+
+impl Ahead {
+    fn of<K: Kernel>(kernel: K, next: &[u8], half_start: usize) -> Self {
+        kernel.prefetch(next.as_ptr(), HEADER_BYTES.min(next.len()));
+        Self { from: next.as_ptr(), half_start }
+    }
+
+    fn at(&self, panel_start: usize) -> *const u8 {
+        self.from.wrapping_add(panel_start - self.half_start)
     }
 }

@@ -9,6 +9,7 @@ mod avx512;
 pub(crate) mod generic;
 mod portable;
 
+use super::softmax::States;
 use generic::{Task, attend_range};
 
 /// One way to attend a range of keys.
@@ -16,8 +17,8 @@ pub(crate) struct Variant {
     pub name: &'static str,
     /// Whether this processor can run it, or what it lacks.
     pub available: fn() -> Result<(), String>,
-    /// Attends one range for the task's query vectors. Panics when not available.
-    pub run: fn(&Task<'_>, &mut dyn FnMut(usize, f32, f32, &[f32])),
+    /// Attends one range for the task's query vectors and merges the results into their states. Panics when not available.
+    pub run: fn(&Task<'_>, &mut States),
     /// Largest relative L2 error over packed records, against the f64 reference.
     pub packed_tolerance: f64,
     /// The same over f16 rows.
@@ -30,7 +31,7 @@ pub(crate) const VARIANTS: &[Variant] = &[
     Variant {
         name: "avx512-vnni",
         available: || available(avx512::Avx512Vnni::new(), avx512::NEEDS),
-        run: |task, push| attend_range(avx512::Avx512Vnni::new().expect("checked by available"), task, push),
+        run: |task, states| attend_range(avx512::Avx512Vnni::new().expect("checked by available"), task, states),
         packed_tolerance: 3e-3,
         f16_tolerance: 1e-4,
     },
@@ -38,14 +39,14 @@ pub(crate) const VARIANTS: &[Variant] = &[
     Variant {
         name: "avx2",
         available: || available(avx2::Avx2::new(), avx2::NEEDS),
-        run: |task, push| attend_range(avx2::Avx2::new().expect("checked by available"), task, push),
+        run: |task, states| attend_range(avx2::Avx2::new().expect("checked by available"), task, states),
         packed_tolerance: 1e-4,
         f16_tolerance: 1e-4,
     },
     Variant {
         name: "portable",
         available: || Ok(()),
-        run: |task, push| attend_range(portable::Portable, task, push),
+        run: |task, states| attend_range(portable::Portable, task, states),
         packed_tolerance: 1e-4,
         f16_tolerance: 1e-4,
     },

@@ -18,7 +18,14 @@ impl Kernel for Portable {
         [[0.0; MAX_FOLD]; H]
     }
 
-    fn fold<const H: usize>(self, x: &[f32], stride: usize, scales: &[f16], folded: &mut Self::Folded<H>) {
+    fn fold<const H: usize>(
+        self,
+        x: &[f32],
+        stride: usize,
+        scales: &[f16],
+        _bound: &[f32; H],
+        folded: &mut Self::Folded<H>,
+    ) {
         let n = scales.len();
         let mut s = [0.0; MAX_FOLD];
         scales.convert_to_f32_slice(&mut s[..n]);
@@ -26,6 +33,13 @@ impl Kernel for Portable {
             let x = &x[h * stride..][..n];
             (0..n).for_each(|i| folded[i] = x[i] * s[i]);
         }
+    }
+
+    // f32 multipliers need no bounds.
+    fn raise(self, _top: &mut [f32], _y: &[f16]) {}
+
+    fn bound<const H: usize>(self, _x: &[f32], _stride: usize, _top: &[f32]) -> [f32; H] {
+        [0.0; H]
     }
 
     fn panel<const H: usize>(
@@ -108,6 +122,8 @@ impl Kernel for Portable {
         }
     }
 
+    fn prefetch(self, _from: *const u8, _bytes: usize) {}
+
     fn max(self, scores: &[f32]) -> f32 {
         let mut top = [f32::NEG_INFINITY; SLOT_LANES];
         for s in scores.chunks_exact(SLOT_LANES) {
@@ -116,15 +132,15 @@ impl Kernel for Portable {
         top.into_iter().fold(f32::NEG_INFINITY, f32::max)
     }
 
-    fn exp(self, scores: &mut [f32], max: f32) -> f32 {
-        let mut sum = [0.0; SLOT_LANES];
+    fn exp(self, scores: &mut [f32], max: f32, sum: &mut Lanes) -> f32 {
         for s in scores.chunks_exact_mut(SLOT_LANES) {
             for t in 0..SLOT_LANES {
                 s[t] = exp(s[t] - max);
-                sum[t] += s[t];
+                sum.0[t] += s[t];
             }
         }
-        sum.iter().sum()
+        // Nobody here uses the largest.
+        0.0
     }
 }
 
@@ -132,6 +148,7 @@ impl Kernel for Portable {
 pub(super) const MIN_EXP: f32 = -87.0;
 /// Coefficients of 2^f on [-0.5, 0.5], highest power first: a minimax fit of degree 5 that is exact at 0 (relative error
 /// 2e-7 with f32 coefficients, by iteratively reweighted least squares).
+#[allow(clippy::approx_constant)] // fitted: ln 2 itself is a worse coefficient here
 pub(super) const EXP2: [f32; 6] = [0.0013264727, 0.009671513, 0.055507336, 0.24022242, 0.693147, 1.0];
 
 /// exp(x) for x <= 0: `2^n * 2^f` with `n = rint(x*log2(e))`.
