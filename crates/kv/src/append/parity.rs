@@ -2,7 +2,7 @@
 //! these (`avx512` begins `avx512-vnni`) cannot run; attend/parity.rs refuses names that no kernel has.
 //! NOT here: the golden file (golden.rs), bytes of a cache after any history (cache/tests.rs).
 
-use super::cpu::{VARIANTS, Variant};
+use super::cpu::{Dequantize, VARIANTS, Variant};
 use super::reference::{dequantize_plain, write_record_plain, write_rows_plain};
 use crate::LayerShape;
 use crate::cache::layout::{F16_BLOCK_LEN, F16Layout, RecordLayout};
@@ -86,8 +86,6 @@ fn number(data: Data, random: &mut Random) -> f16 {
         Data::Offset => f16::from_f32(1000.0 + x * 4.0),
     }
 }
-
-type Dequantize = fn(&RecordLayout, &[u8], &mut [(&mut [f16], &mut [f16])]);
 
 /// Every shape of a record, sinks and data: the bytes of the formula, and its numbers back.
 #[test]

@@ -13,6 +13,13 @@ mod portable;
 use crate::cache::layout::{F16Layout, RecordLayout};
 use half::f16;
 
+/// See [`generic::write_rows`]: layout, block, slot, row_len, k, v.
+pub(crate) type WriteRows = fn(&F16Layout, &mut [u8], usize, usize, &[f32], &[f32]);
+/// See [`generic::write_record`]: layout, blocks, sinks, record.
+pub(crate) type WriteRecord = fn(&RecordLayout, &[(&[f16], &[f16])], usize, &mut [u8]);
+/// See [`dequantize::dequantize`]: layout, record, blocks.
+pub(crate) type Dequantize = fn(&RecordLayout, &[u8], &mut [(&mut [f16], &mut [f16])]);
+
 /// One way to append.
 pub(crate) struct Variant {
     pub name: &'static str,
@@ -20,12 +27,9 @@ pub(crate) struct Variant {
     pub available: fn() -> Result<(), String>,
     /// Whether all numbers round to a finite f16.
     pub finite: fn(&[f32]) -> bool,
-    /// See [`generic::write_rows`]: layout, block, slot, row_len, k, v.
-    pub write_rows: fn(&F16Layout, &mut [u8], usize, usize, &[f32], &[f32]),
-    /// See [`generic::write_record`]: layout, blocks, sinks, record.
-    pub write_record: fn(&RecordLayout, &[(&[f16], &[f16])], usize, &mut [u8]),
-    /// See [`dequantize::dequantize`]: layout, record, blocks.
-    pub dequantize: fn(&RecordLayout, &[u8], &mut [(&mut [f16], &mut [f16])]),
+    pub write_rows: WriteRows,
+    pub write_record: WriteRecord,
+    pub dequantize: Dequantize,
 }
 
 /// Every variant of this build, best first.
