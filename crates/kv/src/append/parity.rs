@@ -157,7 +157,8 @@ fn rows() {
                 let k: Vec<f32> = (0..rows * row_len).map(&mut number).collect();
                 let v: Vec<f32> = (0..rows * row_len).map(&mut number).collect();
                 // Numbers of 4 bytes give the block the alignment of f16.
-                let held: Vec<u32> = (0..layout.head_bytes() * kv_heads / 4).map(|i| (i as u32).wrapping_mul(0x9E37_79B9)).collect();
+                let held: Vec<u32> =
+                    (0..layout.head_bytes() * kv_heads / 4).map(|i| (i as u32).wrapping_mul(0x9E37_79B9)).collect();
                 let (mut want, mut got) = (held.clone(), held.clone());
                 write_rows_plain(&layout, bytemuck::cast_slice_mut(&mut want), slot, row_len, &k, &v);
                 for variant in &variants {
