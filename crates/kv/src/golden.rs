@@ -2,7 +2,7 @@
 //! here must agree. `KVANT_GOLDEN` names another file of the same keys.
 //! NOT here: comparisons between our own parts (attend/parity.rs).
 
-use crate::append::record::{Scratch, write_record};
+use crate::append::cpu;
 use crate::attend::dense::{DenseCodes, DenseKv};
 use crate::attend::{AttendOptions, Attention};
 use crate::cache::layout::RecordLayout;
@@ -311,7 +311,7 @@ fn golden_keys_through_a_record() {
             .collect();
         let blocks: Vec<_> = blocks.iter().map(|(k, v)| (&k[..], &v[..])).collect();
         let mut record = vec![0; layout.record_bytes];
-        write_record(&layout, &blocks, 0, &mut record, &mut Scratch::default());
+        (cpu::best().write_record)(&layout, &blocks, 0, &mut record);
         let (k_hat, v_hat) = crate::append::record::read_record(&layout, &record);
         let codes = golden.u8(&format!("{n}.codes"));
         let (scale, zero) = (golden.f16(&format!("{n}.scale")).1, golden.f16(&format!("{n}.zero")).1);

@@ -6,7 +6,7 @@ mod layout_page;
 
 use super::layout::F16_BLOCK_LEN;
 use super::{Arm, Cache, LayerConfig, Rows, SeqId};
-use crate::append::record::{Scratch, write_record};
+use crate::append::cpu::best;
 use crate::{Error, LayerShape, Scheme};
 use half::f16;
 use proptest::prelude::*;
@@ -160,7 +160,7 @@ fn a_record_is_its_own_tokens() {
             let blocks: Vec<_> = blocks.iter().map(|(k, v)| (&k[..], *v)).collect();
             let mut want = vec![0; layout.record_bytes];
             let sinks_here = if group == 0 { sinks } else { 0 };
-            write_record(layout, &blocks, sinks_here, &mut want, &mut Scratch::default());
+            (best().write_record)(layout, &blocks, sinks_here, &mut want);
             assert!(*record == want, "{scheme}: group {group}, head {head}");
         }
     }
