@@ -15,8 +15,24 @@ use safetensors::{Dtype, SafeTensors};
 /// The file's bytes. A file that is named but unreadable fails the test.
 fn golden_bytes() -> Vec<u8> {
     let committed = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/golden.safetensors");
-    let path = std::env::var("KVANT_GOLDEN").unwrap_or_else(|_| committed.to_string());
-    std::fs::read(&path).unwrap_or_else(|e| panic!("golden file {path}: {e}"))
+    read_file(std::env::var_os("KVANT_GOLDEN").unwrap_or_else(|| committed.into()).as_ref())
+}
+
+fn read_file(path: &std::path::Path) -> Vec<u8> {
+    std::fs::read(path).unwrap_or_else(|e| panic!("golden file {}: {e}", path.display()))
+}
+
+#[test]
+#[should_panic(expected = "golden file /no/such/golden.safetensors")]
+fn a_golden_file_that_is_missing_fails() {
+    read_file("/no/such/golden.safetensors".as_ref());
+}
+
+#[test]
+#[should_panic(expected = "whole safetensors file")]
+fn a_damaged_golden_file_fails() {
+    let bytes = golden_bytes();
+    Golden::read(&bytes[..bytes.len() / 2]);
 }
 
 struct Golden<'a>(SafeTensors<'a>);

@@ -97,12 +97,10 @@ const RULES: &[Rule] = &[
     },
     Rule {
         under: "crates/",
-        // threads.rs sets one environment variable for the library it uses, before any thread exists.
         but: &[
             "crates/kv/src/attend/cpu/",
             "crates/kv/src/append/cpu/",
             "crates/engine/src/model/matmul/",
-            "crates/engine/src/threads.rs",
             "crates/kv/tests/tidy.rs",
         ],
         forbidden: &[

@@ -1,5 +1,6 @@
-//! Parity of append: every entry of the VARIANTS table against the plain formula (reference.rs), to the bit. Prints what it skips and why. `REQUIRE_KERNELS=a,b` fails when a variant here whose name begins one of
-//! these (`avx512` begins `avx512-vnni`) cannot run; attend/parity.rs refuses names that no kernel has.
+//! Parity of append: every entry of the VARIANTS table against the plain formula (reference.rs), to the bit. Prints what
+//! it skips and why. `REQUIRE_KERNELS=a,b` fails when a variant here whose name begins one of these (`avx512` begins
+//! `avx512-vnni`) cannot run; attend/parity.rs refuses names that no kernel has.
 //! NOT here: the golden file (golden.rs), bytes of a cache after any history (cache/tests.rs).
 
 use super::cpu::{Dequantize, VARIANTS, Variant};
@@ -158,7 +159,7 @@ fn rows() {
                 let v: Vec<f32> = (0..rows * row_len).map(&mut number).collect();
                 // Numbers of 4 bytes give the block the alignment of f16.
                 let held: Vec<u32> =
-                    (0..layout.head_bytes() * kv_heads / 4).map(|i| (i as u32).wrapping_mul(0x9E37_79B9)).collect();
+                    (0..layout.block_bytes(kv_heads) / 4).map(|i| (i as u32).wrapping_mul(0x9E37_79B9)).collect();
                 let (mut want, mut got) = (held.clone(), held.clone());
                 write_rows_plain(&layout, bytemuck::cast_slice_mut(&mut want), slot, row_len, &k, &v);
                 for variant in &variants {

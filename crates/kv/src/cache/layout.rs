@@ -49,6 +49,16 @@ impl RecordLayout {
         Self { head_dim, group_len, k_bits, v_bits, v_group_len, k_codes, v_params, v_codes, record_bytes }
     }
 
+    /// Bytes of the block that holds one group of every kv head.
+    pub(crate) fn block_bytes(&self, kv_heads: usize) -> usize {
+        self.record_bytes * kv_heads
+    }
+
+    /// One head's record in such a block, or in any row of records.
+    pub(crate) fn head<'a>(&self, records: &'a [u8], head: usize) -> &'a [u8] {
+        &records[head * self.record_bytes..][..self.record_bytes]
+    }
+
     /// Number of channel groups of a value row.
     pub(crate) fn v_groups(&self) -> usize {
         self.head_dim.div_ceil(self.v_group_len)
@@ -154,8 +164,13 @@ impl F16Layout {
         Self { head_dim: shape.head_dim, tokens: F16_BLOCK_LEN }
     }
 
+    /// Bytes of the block that holds K and V of every kv head.
+    pub(crate) fn block_bytes(&self, kv_heads: usize) -> usize {
+        self.head_bytes() * kv_heads
+    }
+
     /// Bytes of one head's K and V.
-    pub(crate) fn head_bytes(&self) -> usize {
+    fn head_bytes(&self) -> usize {
         2 * self.tensor_bytes()
     }
 

@@ -71,9 +71,9 @@ impl LayerSpec {
         let record = scheme.packed().map(|p| RecordLayout::new(shape.head_dim, p));
         let f16 = F16Layout::block(&shape);
         let sinks = F16Layout { tokens: scheme.packed().map_or(0, PackedScheme::sinks), ..f16 };
-        let block = f16.head_bytes() * shape.kv_heads;
-        let record_bytes = record.as_ref().map_or(block, |r| r.record_bytes * shape.kv_heads);
-        let sink_bytes = if sinks.tokens > 0 { sinks.head_bytes() * shape.kv_heads } else { block };
+        let block = f16.block_bytes(shape.kv_heads);
+        let record_bytes = record.as_ref().map_or(block, |r| r.block_bytes(shape.kv_heads));
+        let sink_bytes = if sinks.tokens > 0 { sinks.block_bytes(shape.kv_heads) } else { block };
         Self {
             shape,
             scheme,
@@ -88,7 +88,7 @@ impl LayerSpec {
 
     /// The pool of the dequant-once arm's f16 copy.
     pub(crate) fn copy_pool(&self, pools: &mut Pools) -> usize {
-        pools.index_of(BlockUse::Copy, self.f16.head_bytes() * self.shape.kv_heads)
+        pools.index_of(BlockUse::Copy, self.f16.block_bytes(self.shape.kv_heads))
     }
 }
 
@@ -215,7 +215,7 @@ impl Store {
         let n = F16_BLOCK_LEN * layout.head_dim;
         for head in 0..spec.shape.kv_heads {
             let records = pools.get(spec.record_pool).bytes(&self.groups[newest]);
-            let record = &records[head * layout.record_bytes..][..layout.record_bytes];
+            let record = layout.head(records, head);
             let mut blocks: Vec<_> = k.chunks_exact_mut(n).zip(v.chunks_exact_mut(n)).collect();
             dequantize_record(layout, record, &mut blocks);
             for (i, (k, v)) in blocks.iter().enumerate() {
@@ -323,8 +323,8 @@ pub(crate) struct SeqView<'a> {
 impl<'a> SeqView<'a> {
     /// The record of one head and group.
     pub(crate) fn record(&self, head: usize, group: usize) -> &'a [u8] {
-        let bytes = self.spec.record.as_ref().map_or(0, |r| r.record_bytes);
-        &self.records.bytes(&self.groups[group])[head * bytes..][..bytes]
+        let layout = self.spec.record.as_ref().expect("only packed schemes have groups");
+        layout.head(self.records.bytes(&self.groups[group]), head)
     }
 
     /// Records held.

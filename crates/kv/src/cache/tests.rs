@@ -269,3 +269,24 @@ proptest! {
         prop_assert_eq!(in_use(&cache), (0, 0));
     }
 }
+
+/// Growth and commit leave the packed past where it is.
+#[test]
+fn packed_records_never_move() {
+    let mut cache = cache("k4v4g64w128s4p512");
+    let seq = cache.add_sequence();
+    append(&mut cache, &[(seq, 1, 300)]);
+    commit(&mut cache, &[seq]);
+    let places = |cache: &Cache, n: usize| -> Vec<usize> {
+        let view = cache.view(0, seq).unwrap();
+        (0..n).flat_map(|group| (0..2).map(move |head| view.record(head, group).as_ptr() as usize)).collect()
+    };
+    let groups = cache.view(0, seq).unwrap().groups();
+    assert_eq!(groups, 2);
+    let before = places(&cache, groups);
+    for n in [1, 700, 5000, 1, 20_000] {
+        append(&mut cache, &[(seq, 1, n)]);
+        commit(&mut cache, &[seq]);
+    }
+    assert_eq!(places(&cache, groups), before);
+}

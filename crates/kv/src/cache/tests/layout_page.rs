@@ -82,7 +82,7 @@ fn bytes_of_f16_rows() {
         let [head, token, channel, d, sinks, at] = [2, 3, 4, 5, 6, 7].map(|i| number(&row[i]));
         let window = row[0] == "window";
         let layout = F16Layout { head_dim: d, tokens: if window { F16_BLOCK_LEN } else { sinks } };
-        let mut words = vec![0u64; 2 * layout.head_bytes() / 8];
+        let mut words = vec![0u64; layout.block_bytes(2) / 8];
         let block: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
         let (mut k, mut v) = (vec![0.0; 2 * d], vec![0.0; 2 * d]);
         let x = if row[1] == "K" { &mut k } else { &mut v };
