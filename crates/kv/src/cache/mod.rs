@@ -61,7 +61,7 @@ pub struct Rows {
 /// What a cache holds, in bytes the allocator gave.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CacheBytes {
-    /// Whole records held.
+    /// Whole records held; between append and commit also those packed ahead of a commit (decision 0003).
     pub packed_bytes: usize,
     /// Every f16 byte held for window, sinks and unpacked tails (allocated capacity counts).
     pub window_bytes: usize,
