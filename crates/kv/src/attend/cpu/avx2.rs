@@ -2,8 +2,9 @@
 //! Accuracy: f32 sums in a fixed order; relative error about 1e-6.
 //! NOT here: the loop (generic.rs), the bit format (quant/pack.rs).
 
-use super::generic::{Kernel, Lanes, MAX_FOLD};
+use super::generic::{Kernel, Lanes, MAX_FOLD, Task, attend_range};
 use super::portable::{EXP2, MIN_EXP};
+use crate::attend::softmax::States;
 use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES};
 use half::f16;
 use std::arch::x86_64::*;
@@ -20,6 +21,16 @@ impl Avx2 {
         let all =
             is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
         all.then_some(Self(()))
+    }
+
+    /// The loop, compiled for these instructions.
+    pub(crate) fn attend_range(self, task: &Task<'_>, states: &mut States) {
+        #[target_feature(enable = "avx2,fma,f16c")]
+        fn entry(kernel: Avx2, task: &Task<'_>, states: &mut States) {
+            attend_range(kernel, task, states);
+        }
+        // SAFETY: self proves the features.
+        unsafe { entry(self, task, states) }
     }
 }
 
@@ -168,6 +179,7 @@ unsafe fn fold<const H: usize>(x: &[f32], stride: usize, scales: &[f16], folded:
 }
 
 /// One panel of `16*SETS` lanes, in two passes of 8 lanes per set (12 accumulators would not fit with all 16).
+#[inline(never)]
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn panel<const BITS: u32, const SETS: usize, const H: usize>(
     codes: &[u8],

@@ -7,8 +7,9 @@
 //! Tried and lost: one limb per multiplier (error 0.15 unless the codes are centred).
 //! NOT here: the loop (generic.rs), the bit format (quant/pack.rs).
 
-use super::generic::{Kernel, Lanes, MAX_FOLD};
+use super::generic::{Kernel, Lanes, MAX_FOLD, Task, attend_range};
 use super::portable::{EXP2, MIN_EXP};
+use crate::attend::softmax::States;
 use crate::quant::pack::{LINE, PANEL_LANES, SLOT_LANES};
 use half::f16;
 use std::arch::x86_64::*;
@@ -28,6 +29,16 @@ impl Avx512Vnni {
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vnni");
         all.then_some(Self(()))
+    }
+
+    /// The loop, compiled for these instructions.
+    pub(crate) fn attend_range(self, task: &Task<'_>, states: &mut States) {
+        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+        fn entry(kernel: Avx512Vnni, task: &Task<'_>, states: &mut States) {
+            attend_range(kernel, task, states);
+        }
+        // SAFETY: self proves the features.
+        unsafe { entry(self, task, states) }
     }
 }
 
@@ -253,6 +264,7 @@ unsafe fn bound<const H: usize>(x: &[f32], stride: usize, top: &[f32]) -> [f32; 
 }
 
 /// One panel of `16*SETS` lanes. Slots go to the accumulator of their set; the field of set s is left at bit `BITS*s`.
+#[inline(never)]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn panel<const BITS: u32, const SETS: usize, const H: usize>(
     codes: &[u8],

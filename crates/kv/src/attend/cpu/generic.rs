@@ -152,6 +152,7 @@ type Tops<const H: usize> = [[f32; H]; RANGE_LEN / F16_BLOCK_LEN];
 
 /// Attends the range for all query vectors, [`MAX_VECTORS`] at a time, and merges each vector's partial state into
 /// `states`. A vector's state does not depend on its neighbours.
+#[inline(always)]
 pub(crate) fn attend_range<K: Kernel>(kernel: K, task: &Task<'_>, states: &mut States) {
     let vectors = task.last_visible.len();
     let mut first = 0;
@@ -167,6 +168,7 @@ pub(crate) fn attend_range<K: Kernel>(kernel: K, task: &Task<'_>, states: &mut S
     }
 }
 
+#[inline(always)]
 fn attend_vectors<K: Kernel, const H: usize>(kernel: K, task: &Task<'_>, first: usize, states: &mut States) {
     let (d, base) = (task.head_dim, task.range.start);
     let q = &task.q[first * d..][..H * d];
@@ -264,6 +266,7 @@ impl Keys<'_> {
     }
 
     /// Scores of every key; `out`: `[H][RANGE_LEN]`.
+    #[inline(always)]
     fn scores<K: Kernel, const H: usize>(&self, kernel: K, q: &[f32], out: &mut [f32], folded: &mut K::Folded<H>) {
         let d = self.task.head_dim;
         if let Some(layout) = self.task.records {
@@ -302,6 +305,7 @@ impl Keys<'_> {
     }
 
     /// Adds every key's value; `p`: `[H][RANGE_LEN]` weights, `tops` their largest per group, `out`: `[H][MAX_FOLD]`.
+    #[inline(always)]
     fn values<K: Kernel, const H: usize>(
         &self,
         kernel: K,

@@ -31,7 +31,7 @@ pub(crate) const VARIANTS: &[Variant] = &[
     Variant {
         name: "avx512-vnni",
         available: || available(avx512::Avx512Vnni::new(), avx512::NEEDS),
-        run: |task, states| attend_range(avx512::Avx512Vnni::new().expect("checked by available"), task, states),
+        run: |task, states| avx512::Avx512Vnni::new().expect("checked by available").attend_range(task, states),
         packed_tolerance: 3e-3,
         f16_tolerance: 1e-4,
     },
@@ -39,7 +39,7 @@ pub(crate) const VARIANTS: &[Variant] = &[
     Variant {
         name: "avx2",
         available: || available(avx2::Avx2::new(), avx2::NEEDS),
-        run: |task, states| attend_range(avx2::Avx2::new().expect("checked by available"), task, states),
+        run: |task, states| avx2::Avx2::new().expect("checked by available").attend_range(task, states),
         packed_tolerance: 1e-4,
         f16_tolerance: 1e-4,
     },
