@@ -2,7 +2,7 @@
 //! Accuracy: f32 sums in a fixed order; relative error about 1e-6.
 //! NOT here: the loop (generic.rs), the bit format (quant/pack.rs).
 
-use super::generic::{Kernel, Lanes, MAX_FOLD, Task, attend_range};
+use super::generic::{Kernel, Lanes, MAX_FOLD, Scratch, Task, attend_range};
 use super::portable::{EXP2, MIN_EXP};
 use crate::attend::softmax::States;
 use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES};
@@ -24,13 +24,13 @@ impl Avx2 {
     }
 
     /// The loop, compiled for these instructions.
-    pub(crate) fn attend_range(self, task: &Task<'_>, states: &mut States) {
+    pub(crate) fn attend_range(self, task: &Task<'_>, scratch: &mut Scratch, states: &mut States) {
         #[target_feature(enable = "avx2,fma,f16c")]
-        fn entry(kernel: Avx2, task: &Task<'_>, states: &mut States) {
-            attend_range(kernel, task, states);
+        fn entry(kernel: Avx2, task: &Task<'_>, scratch: &mut Scratch, states: &mut States) {
+            attend_range(kernel, task, scratch, states);
         }
         // SAFETY: self proves the features.
-        unsafe { entry(self, task, states) }
+        unsafe { entry(self, task, scratch, states) }
     }
 }
 
@@ -54,6 +54,10 @@ impl Kernel for Avx2 {
         assert!(x.len() >= (H - 1) * stride + scales.len());
         // SAFETY: self proves the features; lengths were just checked.
         unsafe { fold(x, stride, scales, folded) }
+    }
+
+    fn largest(self, _y: &[f16]) -> f32 {
+        0.0
     }
 
     fn raise(self, _top: &mut [f32], _y: &[f16]) {}
@@ -150,11 +154,9 @@ impl Kernel for Avx2 {
     }
 
     #[inline(always)]
-    fn exp(self, scores: &mut [f32], max: f32, sum: &mut Lanes) -> f32 {
+    fn exp(self, scores: &mut [f32], max: f32, sum: &mut Lanes) {
         // SAFETY: self proves the features; whole chunks of 16 are read and written.
-        unsafe { exp(scores, max, sum) };
-        // Nobody here uses the largest.
-        0.0
+        unsafe { exp(scores, max, sum) }
     }
 }
 
