@@ -13,6 +13,7 @@ use crate::tokenizer::Tokenizer;
 use crate::{Error, Pool};
 use kvant_kv::{Arm, Attention, Cache, CacheBytes, LayerConfig, Rows};
 use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -227,11 +228,17 @@ impl Engine {
     }
 
     /// Decodes these requests together until all have ended. Every request is checked before any work is done.
+    /// `on_event` may break: then nothing more is decoded, and the cache gives back what the requests held.
     ///
     /// # Errors
+    /// [`Error::Stopped`] when `on_event` breaks.
     /// [`Error::EmptyPrompt`], [`Error::PromptTooLong`], [`Error::NoSuchToken`], [`Error::Sampling`] before any work;
     /// [`Error::NanLogit`] and [`Error::Kv`] from the model's numbers, after which the cache is empty again.
-    pub fn generate(&mut self, requests: Vec<Request>, on_event: &mut dyn FnMut(&Event)) -> Result<Generation, Error> {
+    pub fn generate(
+        &mut self,
+        requests: Vec<Request>,
+        on_event: &mut dyn FnMut(&Event) -> ControlFlow<()>,
+    ) -> Result<Generation, Error> {
         for (i, request) in requests.iter().enumerate() {
             self.check(i, request)?;
         }
@@ -245,7 +252,10 @@ impl Engine {
             if events.is_empty() {
                 break;
             }
-            events.iter().for_each(&mut *on_event);
+            if events.iter().try_for_each(&mut *on_event).is_break() {
+                self.clear()?;
+                return Err(Error::Stopped);
+            }
         }
         let (cache, routes, decode) = (self.cache_bytes(), self.routes().clone(), self.decode);
         let outcomes = self.take_finished()?.into_iter().map(|(_, outcome)| outcome).collect();

@@ -135,6 +135,9 @@ pub enum Error {
         /// What is wrong.
         why: String,
     },
+    /// Whoever listened to the events of a generation asked for no more.
+    #[error("the caller stopped the generation")]
+    Stopped,
     /// Zero threads, or threads that could not start.
     #[error("cannot run on {threads} threads: {why}")]
     Threads {
