@@ -73,13 +73,15 @@ impl LoadedModel {
         self.tokenizer()?.encode(text)
     }
 
-    /// Tokens of a chat, ending where the answer begins.
+    /// Tokens of a chat, ending where the answer begins. Special tokens come from the template alone, never from what a
+    /// message says.
     ///
     /// # Errors
     /// [`Error::ChatTemplate`] when the file has no template or it fails, and those of [`LoadedModel::encode`].
     pub fn encode_chat(&self, messages: &[Message]) -> Result<Vec<u32>, Error> {
         let chat = self.chat.as_ref().ok_or_else(|| Error::ChatTemplate { why: "the model file has none".into() })?;
-        self.tokenizer()?.encode_chat(&chat.render(messages)?)
+        let tokenizer = self.tokenizer()?;
+        tokenizer.encode_chat(&chat.render(messages, tokenizer.specials())?)
     }
 }
 
@@ -151,8 +153,8 @@ impl Engine {
         let config = loaded.config();
         let schemes = options.schemes;
         if schemes.layers().len() != config.layers {
-            let why = format!("{} schemes for {} layers", schemes.layers().len(), config.layers);
-            return Err(Error::SchemeFile { why });
+            let (expected, got) = (config.layers, schemes.layers().len());
+            return Err(kvant_kv::Error::Shape { what: "schemes, one per layer", expected, got }.into());
         }
         let layers: Vec<LayerConfig> =
             schemes.layers().iter().map(|&scheme| LayerConfig { shape: config.shape, scheme }).collect();
