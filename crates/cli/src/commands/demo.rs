@@ -10,6 +10,7 @@ use crate::{models, output, units};
 use anyhow::Result;
 use kvant_engine::{Engine, Generation, LoadedModel, Request};
 use kvant_kv::{LayerShape, Scheme};
+use std::ops::ControlFlow::Continue;
 use std::sync::Arc;
 
 /// The prompts, shortest first; see demo/README.md.
@@ -76,7 +77,7 @@ fn decode(
     eprintln!("{scheme}: {} requests together", prompts.len());
     let mut prefill = Prefill::new(prompts);
     let requests = prompts.iter().map(|p| Request::greedy(p.clone(), max_tokens)).collect();
-    let generation = engine.generate(requests, &mut |e| prefill.event(e)).map_err(Failure::from)?;
+    let generation = engine.generate(requests, &mut |e| Continue(prefill.event(e))).map_err(Failure::from)?;
     // What the cache says it holds, not what was asked for; a scheme given as text is that of every layer.
     let scheme = engine.schemes().map_err(Failure::from)?.layers()[0];
     Ok(Run { scheme, generation })

@@ -11,6 +11,7 @@ use kvant_engine::{Engine, Event, Generation, Request, Sampling};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::io::Read;
+use std::ops::ControlFlow;
 use std::path::Path;
 
 #[derive(Serialize)]
@@ -65,15 +66,14 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
         .collect();
 
     let mut printer = Printer { texts: vec![String::new(); prompts.len()], silent: args.json, failed: None };
-    let generation = engine
-        .generate(requests, &mut |event| {
-            prefill.event(event);
-            printer.event(event);
-        })
-        .map_err(Failure::from)?;
+    let generation = engine.generate(requests, &mut |event| {
+        prefill.event(event);
+        printer.event(event)
+    });
     if let Some(error) = printer.failed {
         return Err(error);
     }
+    let generation = generation.map_err(Failure::from)?;
     let report = report(&generation, &engine)?;
     if args.json { output::json(&report) } else { summary(&report) }
 }
@@ -125,9 +125,10 @@ struct Printer {
 }
 
 impl Printer {
-    fn event(&mut self, event: &Event) {
-        if self.silent || self.failed.is_some() {
-            return;
+    /// Breaks when stdout takes no more: nobody would read what is decoded behind that.
+    fn event(&mut self, event: &Event) -> ControlFlow<()> {
+        if self.silent {
+            return ControlFlow::Continue(());
         }
         let alone = self.texts.len() == 1;
         let text = match event {
@@ -135,15 +136,16 @@ impl Printer {
             Event::Finished { text, .. } if alone => format!("{text}\n"),
             Event::Token { request, text, .. } => {
                 self.texts[*request].push_str(text);
-                return;
+                return ControlFlow::Continue(());
             }
             Event::Finished { request, text, .. } => {
                 format!("== prompt {}\n{}{text}\n\n", request + 1, self.texts[*request])
             }
-            Event::Prefilled { .. } => return,
+            Event::Prefilled { .. } => return ControlFlow::Continue(()),
         };
         // Nobody can be told from inside the engine; the command reports it when the engine returns.
         self.failed = output::text(&text).err();
+        if self.failed.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }
 }
 

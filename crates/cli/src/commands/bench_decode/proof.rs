@@ -11,6 +11,7 @@ use anyhow::Result;
 use kvant_engine::{Engine, Feed, Forced, LoadedModel, Request, Schemes};
 use kvant_kv::{PackedScheme, Scheme};
 use serde::Serialize;
+use std::ops::ControlFlow::Continue;
 use std::sync::Arc;
 
 /// Largest mean KL divergence between two arms that read the same packed cache.
@@ -103,7 +104,8 @@ pub fn prove(
 /// Each prompt with the `steps` tokens that the engine chooses behind it.
 fn greedy(engine: &mut Engine, prompts: &[Vec<u32>], steps: usize) -> Result<Vec<Vec<u32>>> {
     let request = |p: &Vec<u32>| Request { ignore_end: true, ..Request::greedy(p.clone(), steps) };
-    let generation = engine.generate(prompts.iter().map(request).collect(), &mut |_| ()).map_err(Failure::from)?;
+    let generation =
+        engine.generate(prompts.iter().map(request).collect(), &mut |_| Continue(())).map_err(Failure::from)?;
     Ok(prompts.iter().zip(generation.outcomes).map(|(p, o)| [p.as_slice(), &o.tokens].concat()).collect())
 }
 
