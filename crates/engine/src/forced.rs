@@ -25,6 +25,9 @@ pub enum Feed {
     Prefill,
 }
 
+/// Takes the number of a text, a position in it, and f32 logits `[vocabulary]`; an error of it ends the pass.
+pub type OnLogits<'a> = dyn FnMut(usize, usize, &[f32]) -> Result<(), Error> + 'a;
+
 impl Engine {
     /// Calls `each(text, position, logits)` for positions `prompt - 1 ..` of every text (from 0 when `prompt` is 0).
     /// `logits` is f32 `[vocabulary]` and predicts the token at `position + 1`. What was being decoded is dropped.
@@ -32,12 +35,7 @@ impl Engine {
     /// # Errors
     /// [`Error::EmptyPrompt`], [`Error::PromptTooLong`], [`Error::NoSuchToken`], those of the cache, and those of
     /// `each`.
-    pub fn follow(
-        &mut self,
-        texts: &[Forced<'_>],
-        feed: Feed,
-        each: &mut dyn FnMut(usize, usize, &[f32]) -> Result<(), Error>,
-    ) -> Result<(), Error> {
+    pub fn follow(&mut self, texts: &[Forced<'_>], feed: Feed, each: &mut OnLogits<'_>) -> Result<(), Error> {
         for (i, text) in texts.iter().enumerate() {
             check_tokens(i, text.tokens, self.model().config())?;
         }
@@ -55,7 +53,7 @@ impl Engine {
         texts: &[Forced<'_>],
         ids: &[SeqId],
         feed: Feed,
-        each: &mut dyn FnMut(usize, usize, &[f32]) -> Result<(), Error>,
+        each: &mut OnLogits<'_>,
     ) -> Result<(), Error> {
         let vocabulary = self.model().config().vocabulary;
         let prompt = |text: &Forced<'_>| text.prompt.min(text.tokens.len());

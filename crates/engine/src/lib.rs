@@ -16,15 +16,16 @@ pub mod sampler;
 pub mod scheduler;
 pub mod schemes;
 mod sequence;
+pub mod specials;
 mod threads;
 pub mod tokenizer;
 
 pub use chat::Message;
 pub use engine::{DecodeTime, Engine, EngineOptions, Generation, LoadedModel};
 pub use error::Error;
-pub use forced::{Feed, Forced};
+pub use forced::{Feed, Forced, OnLogits};
 pub use kvant_kv::Arm;
-pub use model::Products;
+pub use model::{Products, product_kernels};
 pub use request::{Event, FinishReason, Outcome, Request};
 pub use sampler::Sampling;
 pub use schemes::{Schemes, load_schemes};

@@ -2,7 +2,8 @@
 //! NOT here: what a scheme means (kvant-kv).
 //!
 //! A scheme file is TOML. `default` is the scheme of every layer not named; `[layers]` names single layers (from 0) or
-//! ranges, both ends included. A layer named twice, beyond the model, or without a scheme is an error.
+//! ranges, both ends included. A layer named twice, beyond the model, or without a scheme is an error that names file
+//! and line. A byte order mark at the file's start is no part of it.
 //!
 //! ```toml
 //! default = "k4v4g64w128s4p512"
@@ -15,19 +16,21 @@ use crate::Error;
 use kvant_kv::Scheme;
 use serde::Deserialize;
 use std::collections::BTreeMap;
+use std::fmt;
 use std::path::Path;
+use toml::Spanned;
 
-/// One scheme per layer, and how they were given.
+/// One scheme per layer. Printed as the scheme when all layers share one, else as runs of layers, both ends included:
+/// `0:k8v8g64,1-29:k4v4g64w128`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Schemes {
     layers: Vec<Scheme>,
-    text: String,
 }
 
 impl Schemes {
     /// The same scheme for every layer.
     pub fn uniform(scheme: Scheme, layers: usize) -> Self {
-        Self { layers: vec![scheme; layers], text: scheme.to_string() }
+        Self { layers: vec![scheme; layers] }
     }
 
     /// One per layer.
@@ -35,24 +38,43 @@ impl Schemes {
         &self.layers
     }
 
-    /// Canonical text of the scheme when all layers share it, else the file's name.
-    pub fn text(&self) -> &str {
-        &self.text
+    /// These schemes, the first layer's first.
+    pub fn of_layers(layers: Vec<Scheme>) -> Self {
+        Self { layers }
+    }
+}
+
+impl fmt::Display for Schemes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut first = 0;
+        for run in self.layers.chunk_by(|a, b| a == b) {
+            let last = first + run.len() - 1;
+            if first > 0 {
+                f.write_str(",")?;
+            }
+            match run[0] {
+                scheme if run.len() == self.layers.len() => write!(f, "{scheme}")?,
+                scheme if first == last => write!(f, "{first}:{scheme}")?,
+                scheme => write!(f, "{first}-{last}:{scheme}")?,
+            }
+            first = last + 1;
+        }
+        Ok(())
     }
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
-    default: Option<String>,
+    default: Option<Spanned<String>>,
     #[serde(default)]
-    layers: BTreeMap<String, String>,
+    layers: BTreeMap<String, Spanned<String>>,
 }
 
 /// Reads a scheme (`k4v4g64w128s4p512`, `f16`) or, when the text ends in `.toml`, a scheme file.
 ///
 /// # Errors
-/// [`Error::Kv`] for an unknown scheme, [`Error::Read`] and [`Error::SchemeFile`] for a file.
+/// [`Error::Kv`] for an unknown scheme in place of a file, [`Error::Read`] and [`Error::SchemeFile`] for a file.
 pub fn load_schemes(text_or_path: &str, layers: usize) -> Result<Schemes, Error> {
     let path = Path::new(text_or_path);
     if path.extension().is_none_or(|e| e != "toml") {
@@ -60,25 +82,23 @@ pub fn load_schemes(text_or_path: &str, layers: usize) -> Result<Schemes, Error>
         return Ok(Schemes::uniform(scheme, layers));
     }
     let text = std::fs::read_to_string(path).map_err(|e| Error::Read { path: path.into(), why: e.to_string() })?;
-    let schemes = parse_file(&text, layers)?;
-    let text = match schemes.first() {
-        Some(first) if schemes.iter().all(|s| s == first) => first.to_string(),
-        _ => text_or_path.to_owned(),
-    };
-    Ok(Schemes { layers: schemes, text })
+    let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
+    parse_file(text, layers).map(Schemes::of_layers).map_err(|why| Error::SchemeFile { path: path.into(), why })
 }
 
-/// One scheme per layer from the text of a scheme file.
-///
-/// # Errors
-/// [`Error::SchemeFile`], [`Error::Kv`] for an unknown scheme.
-pub fn parse_file(text: &str, layers: usize) -> Result<Vec<Scheme>, Error> {
-    let no = |why: String| Error::SchemeFile { why };
-    let file: File = toml::from_str(text).map_err(|e| no(e.message().to_owned()))?;
-    let parse = |text: &str| text.parse::<Scheme>().map_err(|e| Error::Kv(e.into()));
+/// One scheme per layer from the text of a scheme file; Err says what is wrong and in which line.
+fn parse_file(text: &str, layers: usize) -> Result<Vec<Scheme>, String> {
+    let line = |at: usize| text.as_bytes()[..at.min(text.len())].iter().filter(|&&b| b == b'\n').count() + 1;
+    let at_line = |at: usize, why: &dyn fmt::Display| format!("line {}: {why}", line(at));
+    let file: File = toml::from_str(text).map_err(|e| match e.span() {
+        Some(span) => at_line(span.start, &e.message()),
+        None => e.message().to_owned(),
+    })?;
+    let parse = |text: &Spanned<String>| text.get_ref().parse::<Scheme>().map_err(|e| at_line(text.span().start, &e));
     let mut schemes: Vec<Option<Scheme>> = vec![None; layers];
-    for (name, scheme) in &file.layers {
-        let scheme = parse(scheme)?;
+    for (name, text) in &file.layers {
+        let scheme = parse(text)?;
+        let no = |why: String| at_line(text.span().start, &why);
         let (first, last) = name.split_once('-').unwrap_or((name, name));
         let number =
             |s: &str| s.trim().parse::<usize>().map_err(|_| no(format!("`{name}` is no layer or range of layers")));
@@ -95,13 +115,11 @@ pub fn parse_file(text: &str, layers: usize) -> Result<Vec<Scheme>, Error> {
             }
         }
     }
-    let default = file.default.as_deref().map(parse).transpose()?;
+    let default = file.default.as_ref().map(parse).transpose()?;
     schemes
         .into_iter()
         .enumerate()
-        .map(|(layer, s)| {
-            s.or(default).ok_or_else(|| no(format!("layer {layer} has no scheme and there is no default")))
-        })
+        .map(|(layer, s)| s.or(default).ok_or_else(|| format!("layer {layer} has no scheme and there is no default")))
         .collect()
 }
 
@@ -117,26 +135,43 @@ mod tests {
     }
 
     #[test]
+    fn schemes_print_as_one_or_as_runs_of_layers() {
+        let text = |file: &str| Schemes::of_layers(parse_file(file, 5).unwrap()).to_string();
+        assert_eq!(text("default = \"k4v4g64w0\"\n[layers]\n2 = \"k4v4g64s0\""), "k4v4g64");
+        let file = "default = \"k4v4g64\"\n[layers]\n0 = \"k8v8g64w128\"\n\"3-4\" = \"f16\"";
+        assert_eq!(text(file), "0:k8v8g64w128,1-2:k4v4g64,3-4:f16");
+    }
+
+    #[test]
     fn bad_files_say_what_is_wrong() {
-        for (text, part) in [
-            ("[layers]\n0 = \"f16\"", "layer 1 has no scheme"),
-            ("default = \"k5v4g64\"", "key bits"),
-            ("default = \"f16\"\n[layers]\n9 = \"f16\"", "layer 9 does not exist"),
-            ("default = \"f16\"\n[layers]\n\"1-0\" = \"f16\"", "ends before it begins"),
-            ("default = \"f16\"\n[layers]\n\"0-1\" = \"f16\"\n1 = \"f16\"", "layer 1 is named twice"),
-            ("default = \"f16\"\n[layers]\nx = \"f16\"", "no layer"),
-            ("defualt = \"f16\"", "unknown field"),
-            ("default = ", "scheme file"),
+        for (text, start, part) in [
+            ("[layers]\n0 = \"f16\"", "layer 1 has no scheme", ""),
+            ("\n\ndefault = \"k5v4g64\"", "line 3: unknown scheme `k5v4g64`", "key bits"),
+            ("[layers]\n0 = \"f16\"\n1 = \"k4v4\"", "line 3: unknown scheme `k4v4`", ""),
+            ("default = \"f16\"\n[layers]\n9 = \"f16\"", "line 3: layer 9 does not exist", ""),
+            ("default = \"f16\"\n[layers]\n\"1-0\" = \"f16\"", "line 3: ", "ends before it begins"),
+            ("default = \"f16\"\n[layers]\n\"0-1\" = \"f16\"\n1 = \"f16\"", "line 4: layer 1 is named twice", ""),
+            ("default = \"f16\"\n[layers]\nx = \"f16\"", "line 3: `x` is no layer", ""),
+            ("defualt = \"f16\"", "line 1: unknown field", "`defualt`"),
+            ("default = 7", "line 1: invalid type", ""),
+            ("# schemes\ndefault = ", "line 2: ", ""),
         ] {
-            let e = parse_file(text, 2).unwrap_err().to_string();
-            assert!(e.contains(part), "{text:?}: {e}");
+            let e = parse_file(text, 2).unwrap_err();
+            assert!(e.starts_with(start) && e.contains(part), "{text:?}: {e}");
         }
     }
 
     #[test]
     fn a_text_is_a_scheme_and_a_toml_name_a_file() {
-        assert_eq!(load_schemes("k4v4g64w0", 3).unwrap().text(), "k4v4g64");
+        assert_eq!(load_schemes("k4v4g64w0", 3).unwrap().to_string(), "k4v4g64");
         assert!(matches!(load_schemes("k9v4g64", 3), Err(Error::Kv(_))));
         assert!(matches!(load_schemes("/nowhere/schemes.toml", 3), Err(Error::Read { .. })));
+        let file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
+        let name = file.path().to_str().unwrap();
+        std::fs::write(file.path(), "\u{feff}default = \"k4v4g64\"\n").unwrap();
+        assert_eq!(load_schemes(name, 3).unwrap().to_string(), "k4v4g64");
+        std::fs::write(file.path(), "default = \"k4v4\"").unwrap();
+        let e = load_schemes(name, 3).unwrap_err().to_string();
+        assert!(e.contains(name) && e.contains("line 1"), "{e}");
     }
 }

@@ -46,6 +46,16 @@ pub enum Error {
         /// The offending value, as given.
         value: f32,
     },
+    /// An option of an operation that is no usable number.
+    #[error("{what} is {value}; it must be {allowed}")]
+    Number {
+        /// The option's name.
+        what: &'static str,
+        /// Its value.
+        value: f32,
+        /// What it may be.
+        allowed: &'static str,
+    },
     /// A sequence that is not (or no longer) in the cache.
     #[error("sequence {id} is not in this cache")]
     NoSuchSequence {

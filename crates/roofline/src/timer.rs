@@ -31,10 +31,13 @@ impl Timing {
     }
 }
 
+/// What a contestant does with one of its copies.
+type Run<'a, E> = Box<dyn FnMut(usize) -> Result<(), E> + 'a>;
+
 /// One thing to time.
 pub struct Contestant<'a, E> {
     copies: usize,
-    run: Box<dyn FnMut(usize) -> Result<(), E> + 'a>,
+    run: Run<'a, E>,
 }
 
 impl<'a, E> Contestant<'a, E> {

@@ -7,10 +7,11 @@ use crate::failure::Failure;
 use crate::session::{self, Prefill};
 use crate::{output, rss, units};
 use anyhow::Result;
-use kvant_engine::{Event, Generation, Request, Sampling};
+use kvant_engine::{Engine, Event, Generation, Request, Sampling};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::io::Read;
+use std::ops::ControlFlow;
 use std::path::Path;
 
 #[derive(Serialize)]
@@ -18,9 +19,10 @@ struct Report<'a> {
     requests: Vec<RequestReport<'a>>,
     decode_tok_s: Option<f64>,
     routes: &'a BTreeMap<String, u64>,
-    cache: CacheReport<'a>,
+    cache: CacheReport,
     arm: &'static str,
     kernel: &'a str,
+    products: &'a str,
     threads: usize,
     peak_rss_bytes: Option<u64>,
 }
@@ -35,8 +37,8 @@ struct RequestReport<'a> {
 }
 
 #[derive(Serialize)]
-struct CacheReport<'a> {
-    scheme: &'a str,
+struct CacheReport {
+    scheme: String,
     packed_bytes: usize,
     window_bytes: usize,
     copy_bytes: usize,
@@ -64,16 +66,15 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
         .collect();
 
     let mut printer = Printer { texts: vec![String::new(); prompts.len()], silent: args.json, failed: None };
-    let generation = engine
-        .generate(requests, &mut |event| {
-            prefill.event(event);
-            printer.event(event);
-        })
-        .map_err(Failure::from)?;
+    let generation = engine.generate(requests, &mut |event| {
+        prefill.event(event);
+        printer.event(event)
+    });
     if let Some(error) = printer.failed {
         return Err(error);
     }
-    let report = report(&generation, &engine);
+    let generation = generation.map_err(Failure::from)?;
+    let report = report(&generation, &engine)?;
     if args.json { output::json(&report) } else { summary(&report) }
 }
 
@@ -124,9 +125,10 @@ struct Printer {
 }
 
 impl Printer {
-    fn event(&mut self, event: &Event) {
-        if self.silent || self.failed.is_some() {
-            return;
+    /// Breaks when stdout takes no more: nobody would read what is decoded behind that.
+    fn event(&mut self, event: &Event) -> ControlFlow<()> {
+        if self.silent {
+            return ControlFlow::Continue(());
         }
         let alone = self.texts.len() == 1;
         let text = match event {
@@ -134,21 +136,22 @@ impl Printer {
             Event::Finished { text, .. } if alone => format!("{text}\n"),
             Event::Token { request, text, .. } => {
                 self.texts[*request].push_str(text);
-                return;
+                return ControlFlow::Continue(());
             }
             Event::Finished { request, text, .. } => {
                 format!("== prompt {}\n{}{text}\n\n", request + 1, self.texts[*request])
             }
-            Event::Prefilled { .. } => return,
+            Event::Prefilled { .. } => return ControlFlow::Continue(()),
         };
         // Nobody can be told from inside the engine; the command reports it when the engine returns.
         self.failed = output::text(&text).err();
+        if self.failed.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }
 }
 
-fn report<'a>(generation: &'a Generation, engine: &'a kvant_engine::Engine) -> Report<'a> {
+fn report<'a>(generation: &'a Generation, engine: &'a Engine) -> Result<Report<'a>> {
     let cache = generation.cache;
-    Report {
+    Ok(Report {
         requests: generation
             .outcomes
             .iter()
@@ -163,7 +166,7 @@ fn report<'a>(generation: &'a Generation, engine: &'a kvant_engine::Engine) -> R
         decode_tok_s: generation.decode.tok_s(),
         routes: &generation.routes,
         cache: CacheReport {
-            scheme: engine.schemes().text(),
+            scheme: engine.schemes().map_err(Failure::from)?.to_string(),
             packed_bytes: cache.packed_bytes,
             window_bytes: cache.window_bytes,
             copy_bytes: cache.copy_bytes,
@@ -171,9 +174,10 @@ fn report<'a>(generation: &'a Generation, engine: &'a kvant_engine::Engine) -> R
         },
         arm: super::arm_name(engine.arm()),
         kernel: engine.kernel(),
+        products: engine.products(),
         threads: engine.threads(),
         peak_rss_bytes: rss::peak_rss_bytes(),
-    }
+    })
 }
 
 /// One line on stderr: stdout carries the text alone.

@@ -24,6 +24,8 @@ use cpu::generic::Source;
 use cpu::{VARIANTS, Variant};
 use half::f16;
 use plan::Problem;
+#[doc(hidden)]
+pub use plan::Split;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use threads::Threads;
@@ -52,6 +54,7 @@ impl AttendOptions<'_> {
 pub struct Attention {
     variant: &'static Variant,
     threads: Threads,
+    split: Split,
     routes: BTreeMap<String, u64>,
 }
 
@@ -72,7 +75,7 @@ impl Attention {
                 variant
             }
         };
-        Ok(Self { variant, threads: Threads::new(threads)?, routes: BTreeMap::new() })
+        Ok(Self { variant, threads: Threads::new(threads)?, split: Split::default(), routes: BTreeMap::new() })
     }
 
     /// Attends the newest `rows` tokens of each batch entry (already appended to `layer`) over everything they see.
@@ -158,23 +161,25 @@ impl Attention {
             });
             first_row += batch[entry].rows;
         }
-        plan::run(self.variant, &self.threads, &problems, q, out);
-        for layer in views.chunks(batch.len()) {
-            self.count(cache.arm(), layer.iter().any(|v| v.groups() > 0));
+        plan::run(self.variant, &self.threads, self.split, &problems, q, out);
+        // What the problems really carried, not what the arm should have done.
+        let read = |p: &Problem<'_>, v: &SeqView<'_>| match (v.groups() > 0, p.records.is_some()) {
+            (true, true) => Some("packed"),
+            (true, false) if cache.arm() == Arm::DequantStep => Some("dequant-step"),
+            (true, false) => Some("dequant-once"),
+            (false, _) => None,
+        };
+        let unpacked = if cache.arm() == Arm::F16 { "f16" } else { "window-only" };
+        for (layer, problems) in views.chunks(batch.len()).zip(problems.chunks(batch.len())) {
+            let path = problems.iter().zip(layer).find_map(|(p, v)| read(p, v)).unwrap_or(unpacked);
+            self.count(path, 1);
         }
         Ok(())
     }
 
-    /// One more call of a route: `KERNEL:PATH`, where PATH says what the packed part was read as.
-    fn count(&mut self, arm: Arm, any_packed: bool) {
-        let path = match (arm, any_packed) {
-            (Arm::F16, _) => "f16",
-            (_, false) => "window-only",
-            (Arm::Fused, true) => "packed",
-            (Arm::DequantOnce, true) => "dequant-once",
-            (Arm::DequantStep, true) => "dequant-step",
-        };
-        *self.routes.entry(format!("{}:{path}", self.variant.name)).or_default() += 1;
+    /// More calls of a route: `KERNEL:PATH`, where PATH says what the packed part was read as.
+    fn count(&mut self, path: &str, calls: u64) {
+        *self.routes.entry(format!("{}:{path}", self.variant.name)).or_default() += calls;
     }
 
     /// Name of the kernel in use, as in the VARIANTS table.
@@ -191,6 +196,12 @@ impl Attention {
     /// Threads in use.
     pub fn threads(&self) -> usize {
         self.threads.count()
+    }
+
+    /// Cuts work otherwise than the product does, for experiments; results stay the same to the bit.
+    #[doc(hidden)]
+    pub fn set_split(&mut self, split: Split) {
+        self.split = split;
     }
 
     /// Attention calls (one per layer) by route since the last reset. A route is `KERNEL:PATH` with PATH one of `f16`
@@ -216,8 +227,18 @@ fn check_len(what: &'static str, expected: usize, got: usize) -> Result<(), Erro
 }
 
 fn check_options(options: &AttendOptions<'_>, entries: usize, q_heads: usize) -> Result<(), Error> {
+    let no = |what, value, allowed| Err(Error::Number { what, value, allowed });
+    if !options.sm_scale.is_finite() {
+        return no("sm_scale", options.sm_scale, "a finite number");
+    }
+    if let Some(cap) = options.softcap.filter(|c| !(c.is_finite() && *c > 0.0)) {
+        return no("softcap", cap, "a finite number above 0");
+    }
     if let Some(sinks) = options.sink_logits {
         check_len("length of sink_logits", q_heads, sinks.len())?;
+        if let Some(&bad) = sinks.iter().find(|x| !x.is_finite()) {
+            return no("a sink logit", bad, "a finite number");
+        }
     }
     if !options.first_visible.is_empty() {
         check_len("length of first_visible", entries, options.first_visible.len())?;
@@ -270,7 +291,7 @@ impl<'a> CacheSource<'a> {
 fn dequantize_all(view: &SeqView<'_>) -> Vec<f16> {
     let Some(layout) = view.spec.record.as_ref() else { return Vec::new() };
     let per_group = layout.group_len / F16_BLOCK_LEN;
-    let block_bytes = view.spec.f16.head_bytes() * view.spec.shape.kv_heads;
+    let block_bytes = view.spec.f16.block_bytes(view.spec.shape.kv_heads);
     let mut rows = vec![f16::ZERO; view.groups() * per_group * block_bytes / size_of::<f16>()];
     let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut rows);
     for (group, blocks) in bytes.chunks_exact_mut(per_group * block_bytes).enumerate() {
@@ -295,7 +316,7 @@ impl Source for CacheSource<'_> {
         match &self.step {
             Some((layout, rows)) => {
                 let bytes: &[u8] = bytemuck::cast_slice(rows);
-                let block_bytes = layout.head_bytes() * self.view.spec.shape.kv_heads;
+                let block_bytes = layout.block_bytes(self.view.spec.shape.kv_heads);
                 layout.head(&bytes[position / F16_BLOCK_LEN * block_bytes..][..block_bytes], head)
             }
             None => self.view.copy_block(head, position).expect("arms that read records have no use for a copy"),

@@ -7,5 +7,6 @@ mod drafts;
 mod errors;
 mod exact;
 mod numbers;
+mod options;
 mod position;
 mod traps;

@@ -5,13 +5,17 @@
 use super::{Activations, Format, TILE, Tile};
 use std::arch::x86_64::*;
 
+/// What [`Avx2::new`] looks for.
+pub(super) const NEEDS: &str = "avx2, fma, f16c";
+
 /// Proof that the processor has the instructions.
 #[derive(Clone, Copy)]
 pub(super) struct Avx2(());
 
 impl Avx2 {
     pub(super) fn new() -> Option<Self> {
-        let all = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+        let all =
+            is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
         all.then_some(Self(()))
     }
 

@@ -5,6 +5,9 @@
 use super::{Activations, BLOCK, Format, Line, TILE, Tile};
 use std::arch::x86_64::*;
 
+/// What [`Avx512Vnni::new`] looks for.
+pub(super) const NEEDS: &str = "avx512f, avx512bw, avx512vl, avx512vnni";
+
 /// Proof that the processor has the instructions.
 #[derive(Clone, Copy)]
 pub(super) struct Avx512Vnni(());
@@ -75,7 +78,7 @@ unsafe fn rows<const BITS: usize, const R: usize>(
     let mut acc = [_mm512_setzero_ps(); R];
     for b in 0..blocks {
         let mut sums = [[_mm512_setzero_si512(); 2]; R];
-        // SAFETY (all below): the caller checked that tile has `blocks` blocks and x has rows first..first+R; a prefetch
+        // SAFETY: holds for all below: the caller checked that tile has `blocks` blocks and x has rows first..first+R; a prefetch
         // may name any address.
         unsafe {
             let lines = tile.lines.as_ptr().add(b * BITS);

@@ -7,8 +7,9 @@
 //! Accuracy: each multiplier is off by at most max/65534, below 5e-4 relative in the output of every parity case.
 //! NOT here: the loop (generic.rs), the bit format (quant/pack.rs), AVX-VNNI (avxvnni.rs).
 
-use super::generic::{Kernel, Lanes, MAX_FOLD};
+use super::generic::{Kernel, Lanes, MAX_FOLD, Scratch, Task, attend_range};
 use super::portable::{EXP2, MIN_EXP};
+use crate::attend::softmax::States;
 use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES};
 use half::f16;
 use std::arch::x86_64::*;
@@ -25,6 +26,16 @@ impl Avx2 {
         let all =
             is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
         all.then_some(Self(()))
+    }
+
+    /// The loop, compiled for these instructions.
+    pub(crate) fn attend_range(self, task: &Task<'_>, scratch: &mut Scratch, states: &mut States) {
+        #[target_feature(enable = "avx2,fma,f16c")]
+        fn entry(kernel: Avx2, task: &Task<'_>, scratch: &mut Scratch, states: &mut States) {
+            attend_range(kernel, task, scratch, states);
+        }
+        // SAFETY: self proves the features.
+        unsafe { entry(self, task, scratch, states) }
     }
 }
 
@@ -56,6 +67,12 @@ impl Kernel for Avx2 {
         assert!(x.len() >= (H - 1) * stride + scales.len());
         // SAFETY: self proves the features; lengths were just checked.
         unsafe { fold(x, stride, scales, bound, folded) }
+    }
+
+    #[inline(always)]
+    fn largest(self, y: &[f16]) -> f32 {
+        // SAFETY: self proves the features; whole chunks of 16 are read.
+        unsafe { largest(y) }
     }
 
     #[inline(always)]
@@ -158,7 +175,7 @@ impl Kernel for Avx2 {
     }
 
     #[inline(always)]
-    fn exp(self, scores: &mut [f32], max: f32, sum: &mut Lanes) -> f32 {
+    fn exp(self, scores: &mut [f32], max: f32, sum: &mut Lanes) {
         // SAFETY: self proves the features; whole chunks of 16 are read and written.
         unsafe { exp(scores, max, sum) }
     }
@@ -203,6 +220,19 @@ unsafe fn fold<const H: usize>(x: &[f32], stride: usize, scales: &[f16], bound: 
             }
         }
     }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn largest(y: &[f16]) -> f32 {
+    let mut top = [_mm256_setzero_ps(); 2];
+    for y in y.chunks_exact(16) {
+        // SAFETY: a chunk has 16 elements.
+        unsafe {
+            top[0] = _mm256_max_ps(top[0], load_f16(y.as_ptr()));
+            top[1] = _mm256_max_ps(top[1], load_f16(y.as_ptr().add(8)));
+        }
+    }
+    largest_lane(_mm256_max_ps(top[0], top[1]))
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -267,6 +297,7 @@ macro_rules! panel_with {
 
         /// One panel of `16*SETS` lanes, in two passes of 8 lanes per set: 4 vectors x 2 sets are half of 16 registers.
         /// The field of set s is left at bit `BITS*s`.
+        #[inline(never)]
         #[target_feature(enable = $features)]
         unsafe fn panel_of<const BITS: u32, const SETS: usize, const H: usize>(
             codes: &[u8],
@@ -485,10 +516,9 @@ unsafe fn max(scores: &[f32]) -> f32 {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn exp(scores: &mut [f32], max: f32, sum: &mut Lanes) -> f32 {
+unsafe fn exp(scores: &mut [f32], max: f32, sum: &mut Lanes) {
     let max = _mm256_set1_ps(max);
     let least = _mm256_set1_ps(MIN_EXP);
-    let mut largest = _mm256_setzero_ps();
     // SAFETY: Lanes are 16 aligned numbers.
     let mut total = unsafe { [_mm256_load_ps(sum.0.as_ptr()), _mm256_load_ps(sum.0.as_ptr().add(8))] };
     for s in scores.chunks_exact_mut(16) {
@@ -508,7 +538,6 @@ unsafe fn exp(scores: &mut [f32], max: f32, sum: &mut Lanes) -> f32 {
                 let power = _mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)));
                 let e = _mm256_and_ps(_mm256_mul_ps(p, _mm256_castsi256_ps(power)), seen);
                 *total = _mm256_add_ps(*total, e);
-                largest = _mm256_max_ps(largest, e);
                 _mm256_storeu_ps(s, e);
             }
         }
@@ -518,5 +547,4 @@ unsafe fn exp(scores: &mut [f32], max: f32, sum: &mut Lanes) -> f32 {
         _mm256_store_ps(sum.0.as_mut_ptr(), total[0]);
         _mm256_store_ps(sum.0.as_mut_ptr().add(8), total[1]);
     }
-    largest_lane(largest)
 }

@@ -3,7 +3,8 @@
 //! NOT here: the loop (generic.rs), the bit format (quant/pack.rs), folds and f16 rows (avx2.rs).
 
 use super::avx2::{Avx2, Words, panel_with};
-use super::generic::{Kernel, Lanes, MAX_FOLD};
+use super::generic::{Kernel, Lanes, MAX_FOLD, Scratch, Task, attend_range};
+use crate::attend::softmax::States;
 use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES};
 use half::f16;
 use std::arch::x86_64::*;
@@ -19,6 +20,16 @@ impl AvxVnni {
     pub(crate) fn new() -> Option<Self> {
         Avx2::new().filter(|_| is_x86_feature_detected!("avxvnni")).map(Self)
     }
+
+    /// The loop, compiled for these instructions.
+    pub(crate) fn attend_range(self, task: &Task<'_>, scratch: &mut Scratch, states: &mut States) {
+        #[target_feature(enable = "avx2,fma,f16c,avxvnni")]
+        fn entry(kernel: AvxVnni, task: &Task<'_>, scratch: &mut Scratch, states: &mut States) {
+            attend_range(kernel, task, scratch, states);
+        }
+        // SAFETY: self proves the features.
+        unsafe { entry(self, task, scratch, states) }
+    }
 }
 
 impl Kernel for AvxVnni {
@@ -31,6 +42,11 @@ impl Kernel for AvxVnni {
     #[inline(always)]
     fn fold<const H: usize>(self, x: &[f32], stride: usize, scales: &[f16], bound: &[f32; H], folded: &mut Words<H>) {
         self.0.fold(x, stride, scales, bound, folded);
+    }
+
+    #[inline(always)]
+    fn largest(self, y: &[f16]) -> f32 {
+        self.0.largest(y)
     }
 
     #[inline(always)]
@@ -101,8 +117,8 @@ impl Kernel for AvxVnni {
     }
 
     #[inline(always)]
-    fn exp(self, scores: &mut [f32], max: f32, sum: &mut Lanes) -> f32 {
-        self.0.exp(scores, max, sum)
+    fn exp(self, scores: &mut [f32], max: f32, sum: &mut Lanes) {
+        self.0.exp(scores, max, sum);
     }
 }
 
