@@ -1,7 +1,7 @@
 //! `kvant bench`: which bench, or with `--test` every one at a tiny size. NOT here: the benches (bench_attend.rs, bench_decode.rs).
 
 use super::{bench_attend, bench_decode};
-use crate::args::{Bench, BenchArgs, Cli, Command};
+use crate::args::{Bench, BenchArgs, Cli, Command, Machine};
 use crate::failure::Failure;
 use crate::output;
 use anyhow::Result;
@@ -22,24 +22,28 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     match &args.bench {
         Some(Bench::Attend(args)) => bench_attend::run(args),
         Some(Bench::Decode(args)) => bench_decode::run(args),
-        None if args.test => test(),
+        None if args.test => test(&args.machine),
         None => {
             Err(Failure::input("`kvant bench` needs to know what to measure", "give attend, decode or --test").into())
         }
     }
 }
 
-fn test() -> Result<()> {
+fn test(machine: &Machine) -> Result<()> {
+    let threads = machine.threads()?.to_string();
     for line in TINY {
-        output::text(&format!("== kvant bench {line}\n"))?;
-        let words = ["kvant", "bench"].into_iter().chain(line.split(' '));
-        let cli = Cli::try_parse_from(words).map_err(|e| Failure::from_clap(&e))?;
+        output::text("the name of a bench", &format!("== kvant bench {line}\n"))?;
+        let on = ["--device", &machine.device, "--threads", &threads];
+        let words: Vec<_> =
+            ["kvant", "bench"].into_iter().chain(line.split(' ')).chain(on).map(str::to_string).collect();
+        let cli = Cli::try_parse_from(&words).map_err(|e| Failure::from_clap(&e, &words))?;
         if let Command::Bench(args) = cli.command {
             run(&args)?;
         }
-        output::text("\n")?;
+        output::text("a line break", "\n")?;
     }
-    output::text(&format!("all {} benches ran; figures of these sizes say nothing\n", TINY.len()))
+    let all = format!("all {} benches ran; figures of these sizes say nothing\n", TINY.len());
+    output::text("that all benches ran", &all)
 }
 
 #[cfg(test)]

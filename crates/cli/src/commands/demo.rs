@@ -55,14 +55,14 @@ pub fn run(args: &DemoArgs) -> Result<()> {
     if models::known(&args.model).is_some() {
         super::pull::pull(&args.model)?;
     }
-    let model = session::load(&args.model, threads)?;
+    let model = session::load(&session::locate(&args.model)?, threads)?;
     let prompts: Vec<String> = PROMPTS.iter().map(|p| p.trim_end().to_string()).collect();
     let tokens = session::tokens(&model, &prompts, true)?;
     let mut runs = Vec::new();
     for scheme in SCHEMES {
         runs.push(decode(&model, scheme, &tokens, args.max_tokens, threads)?);
     }
-    output::text(&render(&runs, &tokens, model.config().shape))
+    output::text("the table", &render(&runs, &tokens, model.config().shape))
 }
 
 fn decode(
@@ -74,7 +74,7 @@ fn decode(
 ) -> Result<Run> {
     let (schemes, arm) = session::schemes_and_arm(Some(scheme), None, model.config().layers)?;
     let mut engine: Engine = session::engine(model, threads, None, arm, schemes)?;
-    eprintln!("{scheme}: {} requests together", prompts.len());
+    output::note(format_args!("{scheme}: {} requests together", prompts.len()));
     let mut prefill = Prefill::new(prompts);
     let requests = prompts.iter().map(|p| Request::greedy(p.clone(), max_tokens)).collect();
     let generation = engine.generate(requests, &mut |e| Continue(prefill.event(e))).map_err(Failure::from)?;

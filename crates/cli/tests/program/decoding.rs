@@ -222,7 +222,7 @@ fn info_says_what_fits() {
     // The file itself says the same as the table that answers before it is pulled.
     let model = crate::run::model();
     let from_file = json(&["info", "--memory", "1GiB", "--len", "2000", "--model", model.to_str().unwrap()]);
-    for key in ["layers", "q_heads", "kv_heads", "head_dim"] {
+    for key in ["layers", "q_heads", "kv_heads", "head_dim", "context"] {
         assert_eq!(from_file["fits"][key], out["fits"][key]);
     }
 }

@@ -7,3 +7,4 @@ mod errors;
 mod help;
 mod pulling;
 mod run;
+mod streams;

@@ -6,6 +6,7 @@
 use super::DecodeArgs;
 use crate::args::ArmName;
 use crate::failure::Failure;
+use crate::output::note;
 use crate::{progress, session};
 use anyhow::Result;
 use kvant_engine::{Engine, Feed, Forced, LoadedModel, Request, Schemes};
@@ -204,25 +205,25 @@ impl Proof {
 
     /// Says on stderr what was found, each first difference included.
     pub fn print(&self) {
-        eprintln!("proof over {} requests, {} steps each:", self.requests, self.steps);
+        note(format_args!("proof over {} requests, {} steps each:", self.requests, self.steps));
         for pair in &self.pairs {
-            eprintln!("  mean KLD between {} and {}: {:.2e}", pair.arms[0], pair.arms[1], pair.kld_mean);
+            note(format_args!("  mean KLD between {} and {}: {:.2e}", pair.arms[0], pair.arms[1], pair.kld_mean));
         }
         for arm in self.arms.iter().filter(|a| a.arm != ArmName::DequantStep.name()) {
             let (equal, kld) = (arm.requests_equal, arm.kld_to_dequant_step);
-            eprintln!(
+            note(format_args!(
                 "  {}: greedy tokens equal for {equal} of {} requests, mean KLD {kld:.2e}",
                 arm.arm, self.requests
-            );
+            ));
             for d in &arm.differences {
-                eprintln!(
+                note(format_args!(
                     "    request {} differs first at step {}: token {} instead of {}, top-two gap {:.4}",
                     d.request + 1,
                     d.step + 1,
                     d.token,
                     d.dequant_step_token,
                     d.top_two_gap
-                );
+                ));
             }
         }
     }
