@@ -485,7 +485,7 @@ unsafe fn f16_values<const H: usize, const N: usize>(
         }
         for token in 0..v.len() / head_dim {
             let at = token * head_dim + channel;
-            if channel % 32 == 0 {
+            if channel.is_multiple_of(32) {
                 for i in 0..N.div_ceil(4) {
                     _mm_prefetch::<_MM_HINT_T0>(prefetch.wrapping_add(2 * at + i * LINE).cast());
                 }
