@@ -63,12 +63,8 @@ fn bad_input_is_refused_with_a_hint() {
 fn what_is_not_built_yet_says_so() {
     for args in [
         &["tune"][..],
-        &["roofline"],
         &["eval"],
         &["serve"],
-        &["bench", "layers"],
-        &["bench", "stacking"],
-        &["bench", "requests"],
         &["generate", "--prompt", "a", "--device", "cuda"],
         &["generate", "--prompt", "a", "--random-weights", "x.json"],
         &["info", "--device", "cuda"],

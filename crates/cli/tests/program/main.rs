@@ -6,4 +6,5 @@ mod decoding;
 mod errors;
 mod help;
 mod pulling;
+mod roofline;
 mod run;
