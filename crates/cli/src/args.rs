@@ -120,7 +120,8 @@ pub struct GenerateArgs {
     /// Where to run.
     #[command(flatten)]
     pub machine: Machine,
-    /// Print one JSON object on stdout instead of the text
+    /// Print one JSON object on stdout instead of the text (decode_tok_s is null when there was no decode step, as with
+    /// --max-tokens 1: a prompt's first token comes from its prefill)
     #[arg(long)]
     pub json: bool,
 }

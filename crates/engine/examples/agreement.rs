@@ -1,4 +1,5 @@
-//! How far fused attention is from dequant-step on the real model, per kernel and scheme (teacher-forced, 96 steps).
+//! How far fused attention is from dequant-step, and from the portable fused kernel, on the real model, per kernel and
+//! scheme (teacher-forced, 96 steps): docs/decisions/0006-agreement-needs-a-window.md.
 //! Usage: agreement SCHEME...
 use kvant_engine::{Arm, Engine, EngineOptions, Feed, Forced, LoadedModel, Products, load_schemes};
 use std::sync::Arc;
@@ -12,7 +13,8 @@ fn log_p(logits: &[f32]) -> Vec<f64> {
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let path = std::env::var("KVANT_MODEL").unwrap_or("models/SmolLM2-135M-Instruct.Q4_1.gguf".into());
     let loaded = Arc::new(LoadedModel::load(path.as_ref(), 2, Products::Quantized, &|_, _| {})?);
-    let tokens = loaded.encode(include_str!("../tests/eighty.txt"))?;
+    let text = concat!(include_str!("../../../demo/3-recipe.txt"), include_str!("../../../demo/4-log.txt"));
+    let tokens = loaded.encode(text)?;
     let (prompt, steps) = (330, 96);
     for scheme in std::env::args().skip(1) {
         let schemes = load_schemes(&scheme, loaded.config().layers)?;
@@ -28,12 +30,16 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         };
         let kernels: Vec<&str> =
             kvant_kv::attend::kernels().into_iter().filter(|(_, runs)| runs.is_ok()).map(|(name, _)| name).collect();
+        let portable = follow(Arm::Fused, "portable")?;
         for kernel in &kernels {
             let (step, fused) = (follow(Arm::DequantStep, kernel)?, follow(Arm::Fused, kernel)?);
-            let kld = |(p, q): (&Vec<f64>, &Vec<f64>)| p.iter().zip(q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
-            let klds: Vec<f64> = step.iter().zip(&fused).map(kld).collect();
-            let mean = klds.iter().sum::<f64>() / klds.len() as f64;
-            println!("{scheme} {kernel}: mean KLD {mean:.2e}, worst {:.2e}", klds.iter().copied().fold(0.0, f64::max));
+            for (name, reference) in [("dequant-step", &step), ("portable fused", &portable)] {
+                let kld = |(p, q): (&Vec<f64>, &Vec<f64>)| p.iter().zip(q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
+                let klds: Vec<f64> = reference.iter().zip(&fused).map(kld).collect();
+                let (mean, worst) =
+                    (klds.iter().sum::<f64>() / klds.len() as f64, klds.iter().copied().fold(0.0, f64::max));
+                println!("{scheme} {kernel} against {name}: mean KLD {mean:.2e}, worst {worst:.2e}");
+            }
         }
     }
     Ok(())

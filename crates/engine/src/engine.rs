@@ -11,7 +11,7 @@ use crate::schemes::Schemes;
 use crate::sequence::Sequence;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Pool};
-use kvant_kv::{Arm, Attention, Cache, CacheBytes, LayerConfig, Rows, Scheme};
+use kvant_kv::{Arm, Attention, Cache, CacheBytes, LayerConfig, Rows};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -101,7 +101,6 @@ pub struct Engine {
     pool: Pool,
     layers: Vec<LayerConfig>,
     arm: Arm,
-    schemes: Schemes,
     cache: Cache,
     attention: Attention,
     sequences: Vec<Sequence>,
@@ -149,10 +148,7 @@ impl Engine {
     pub fn new(loaded: Arc<LoadedModel>, options: EngineOptions) -> Result<Self, Error> {
         let pool = Pool::new(options.threads)?;
         let config = loaded.config();
-        let schemes = match options.arm {
-            Arm::F16 => Schemes::uniform(Scheme::F16, config.layers),
-            _ => options.schemes,
-        };
+        let schemes = options.schemes;
         if schemes.layers().len() != config.layers {
             let why = format!("{} schemes for {} layers", schemes.layers().len(), config.layers);
             return Err(Error::SchemeFile { why });
@@ -166,7 +162,6 @@ impl Engine {
             pool,
             layers,
             arm: options.arm,
-            schemes,
             cache,
             attention,
             sequences: Vec::new(),
@@ -196,9 +191,18 @@ impl Engine {
         self.arm
     }
 
-    /// The schemes in use (those of the `f16` arm are f16).
-    pub fn schemes(&self) -> &Schemes {
-        &self.schemes
+    /// Name of the kernel that multiplies with the weights.
+    pub fn products(&self) -> &'static str {
+        self.loaded.model.products()
+    }
+
+    /// How the cache stores each layer, asked from the cache itself: f16 under the `f16` arm, whatever the options said.
+    ///
+    /// # Errors
+    /// None in practice; those of the cache.
+    pub fn schemes(&self) -> Result<Schemes, Error> {
+        let of = |layer| self.cache.layer_config(layer).map(|c| c.scheme);
+        Ok(Schemes::of_layers((0..self.cache.layers()).map(of).collect::<Result<_, _>>()?))
     }
 
     /// What the cache holds.

@@ -24,7 +24,7 @@ pub use engine::{DecodeTime, Engine, EngineOptions, Generation, LoadedModel};
 pub use error::Error;
 pub use forced::{Feed, Forced, OnLogits};
 pub use kvant_kv::Arm;
-pub use model::Products;
+pub use model::{Products, product_kernels};
 pub use request::{Event, FinishReason, Outcome, Request};
 pub use sampler::Sampling;
 pub use schemes::{Schemes, load_schemes};

@@ -15,19 +15,20 @@ use crate::Error;
 use kvant_kv::Scheme;
 use serde::Deserialize;
 use std::collections::BTreeMap;
+use std::fmt;
 use std::path::Path;
 
-/// One scheme per layer, and how they were given.
+/// One scheme per layer. Printed as the scheme when all layers share one, else as runs of layers, both ends included:
+/// `0:k8v8g64,1-29:k4v4g64w128`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Schemes {
     layers: Vec<Scheme>,
-    text: String,
 }
 
 impl Schemes {
     /// The same scheme for every layer.
     pub fn uniform(scheme: Scheme, layers: usize) -> Self {
-        Self { layers: vec![scheme; layers], text: scheme.to_string() }
+        Self { layers: vec![scheme; layers] }
     }
 
     /// One per layer.
@@ -35,9 +36,28 @@ impl Schemes {
         &self.layers
     }
 
-    /// Canonical text of the scheme when all layers share it, else the file's name.
-    pub fn text(&self) -> &str {
-        &self.text
+    /// These schemes, the first layer's first.
+    pub fn of_layers(layers: Vec<Scheme>) -> Self {
+        Self { layers }
+    }
+}
+
+impl fmt::Display for Schemes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut first = 0;
+        for run in self.layers.chunk_by(|a, b| a == b) {
+            let last = first + run.len() - 1;
+            if first > 0 {
+                f.write_str(",")?;
+            }
+            match run[0] {
+                scheme if run.len() == self.layers.len() => write!(f, "{scheme}")?,
+                scheme if first == last => write!(f, "{first}:{scheme}")?,
+                scheme => write!(f, "{first}-{last}:{scheme}")?,
+            }
+            first = last + 1;
+        }
+        Ok(())
     }
 }
 
@@ -60,12 +80,7 @@ pub fn load_schemes(text_or_path: &str, layers: usize) -> Result<Schemes, Error>
         return Ok(Schemes::uniform(scheme, layers));
     }
     let text = std::fs::read_to_string(path).map_err(|e| Error::Read { path: path.into(), why: e.to_string() })?;
-    let schemes = parse_file(&text, layers)?;
-    let text = match schemes.first() {
-        Some(first) if schemes.iter().all(|s| s == first) => first.to_string(),
-        _ => text_or_path.to_owned(),
-    };
-    Ok(Schemes { layers: schemes, text })
+    Ok(Schemes::of_layers(parse_file(&text, layers)?))
 }
 
 /// One scheme per layer from the text of a scheme file.
@@ -117,6 +132,14 @@ mod tests {
     }
 
     #[test]
+    fn schemes_print_as_one_or_as_runs_of_layers() {
+        let text = |file: &str| Schemes::of_layers(parse_file(file, 5).unwrap()).to_string();
+        assert_eq!(text("default = \"k4v4g64w0\"\n[layers]\n2 = \"k4v4g64s0\""), "k4v4g64");
+        let file = "default = \"k4v4g64\"\n[layers]\n0 = \"k8v8g64w128\"\n\"3-4\" = \"f16\"";
+        assert_eq!(text(file), "0:k8v8g64w128,1-2:k4v4g64,3-4:f16");
+    }
+
+    #[test]
     fn bad_files_say_what_is_wrong() {
         for (text, part) in [
             ("[layers]\n0 = \"f16\"", "layer 1 has no scheme"),
@@ -135,7 +158,7 @@ mod tests {
 
     #[test]
     fn a_text_is_a_scheme_and_a_toml_name_a_file() {
-        assert_eq!(load_schemes("k4v4g64w0", 3).unwrap().text(), "k4v4g64");
+        assert_eq!(load_schemes("k4v4g64w0", 3).unwrap().to_string(), "k4v4g64");
         assert!(matches!(load_schemes("k9v4g64", 3), Err(Error::Kv(_))));
         assert!(matches!(load_schemes("/nowhere/schemes.toml", 3), Err(Error::Read { .. })));
     }

@@ -3,10 +3,11 @@
 mod tiny_model;
 
 use candle_core::quantized::GgmlDType;
-use kvant_engine::model::linear::{Linear, WeightRows};
+use half::f16;
+use kvant_engine::model::linear::{BlockKind, Linear, WeightRows};
 use kvant_engine::{
     Arm, Engine, EngineOptions, Error, Event, Feed, FinishReason, Forced, LoadedModel, Message, Pool, Products,
-    Request, Sampling, load_schemes,
+    Request, Sampling, load_schemes, product_kernels,
 };
 use std::ops::Range;
 use std::sync::Arc;
@@ -249,48 +250,92 @@ fn chats_and_raw_prompts_become_tokens_and_text_again() {
     assert_eq!(pieces, ["", "", "€"]);
 }
 
+/// A matrix that tests make up: read as numbers, or as the Q4_1 blocks that its numbers round to.
 struct Plain {
     k: usize,
     values: Vec<f32>,
+    kind: BlockKind,
+}
+
+impl Plain {
+    /// Scale, min and codes of 32 numbers as Q4_1 has them.
+    fn affine(values: &[f32]) -> (f16, f16, Vec<u8>) {
+        let (min, max) = values.iter().fold((f32::MAX, f32::MIN), |(a, b), &v| (a.min(v), b.max(v)));
+        let (scale, min) = (f16::from_f32((max - min) / 15.0), f16::from_f32(min));
+        let code = |v: &f32| ((v - min.to_f32()) / scale.to_f32()).round().clamp(0.0, 15.0) as u8;
+        (scale, min, values.iter().map(code).collect())
+    }
 }
 
 impl WeightRows for Plain {
     fn rows(&self) -> usize {
         self.values.len() / self.k
     }
+
     fn read(&self, rows: Range<usize>, out: &mut [f32]) -> Result<(), Error> {
         out.copy_from_slice(&self.values[rows.start * self.k..rows.end * self.k]);
+        if self.kind == BlockKind::Q4_1 {
+            for block in out.chunks_exact_mut(32) {
+                let (scale, min, codes) = Plain::affine(block);
+                for (value, code) in block.iter_mut().zip(codes) {
+                    *value = scale.to_f32() * f32::from(code) + min.to_f32();
+                }
+            }
+        }
         Ok(())
+    }
+
+    fn kind(&self) -> BlockKind {
+        self.kind
+    }
+
+    fn read_blocks(&self, rows: Range<usize>) -> Result<Vec<u8>, Error> {
+        assert_eq!(self.kind, BlockKind::Q4_1, "nobody asks for blocks of a matrix that has none");
+        let blocks = self.values[rows.start * self.k..rows.end * self.k].chunks_exact(32);
+        Ok(blocks
+            .flat_map(|block| {
+                let (scale, min, codes) = Plain::affine(block);
+                let packed = (0..16).map(|i| codes[i] | codes[i + 16] << 4);
+                [scale.to_le_bytes(), min.to_le_bytes()].concat().into_iter().chain(packed.collect::<Vec<_>>())
+            })
+            .collect())
     }
 }
 
 #[test]
 fn a_row_among_many_is_bit_identical_to_that_row_alone() {
+    // Around 64 rows, where products go from splitting columns over threads to splitting rows, and around 128, where one
+    // more item of rows begins.
+    const ROWS: [usize; 9] = [1, 2, 3, 63, 64, 65, 127, 128, 200];
     let wave = |n: usize, f: f32| -> Vec<f32> { (0..n).map(|i| (i as f32 * f).sin()).collect() };
+    let pools = [1, 2].map(|n| Pool::new(n).unwrap());
     // SmolLM2's matrices, one whose width is no multiple of a tile, and a tiny one.
     for (k, widths) in [(576, vec![576, 192, 192]), (1536, vec![576]), (576, vec![1536, 1536]), (96, vec![37, 5])] {
-        let matrices: Vec<Plain> = widths.iter().map(|n| Plain { k, values: wave(n * k, 0.7) }).collect();
-        let views: Vec<&dyn WeightRows> = matrices.iter().map(|m| m as &dyn WeightRows).collect();
-        let pools = [1, 2].map(|n| Pool::new(n).unwrap());
-        let linears = [1, 2].map(|split| pools[1].run(|| Linear::new(k, &views, split, false)).unwrap());
         // Outlier channels, as real activations have.
-        let mut x = wave(64 * k, 1.3);
+        let mut x = wave(200 * k, 1.3);
         x.iter_mut().skip(5).step_by(97).for_each(|x| *x *= 40.0);
-        let alone: Vec<Vec<Vec<f32>>> = x
-            .chunks(k)
-            .map(|row| {
-                let mut out = vec![Vec::new(); widths.len()];
-                pools[0].run(|| linears[0].forward(row, &mut out)).unwrap();
-                out
-            })
-            .collect();
-        for (linear, pool) in linears.iter().flat_map(|l| pools.iter().map(move |p| (l, p))) {
-            for m in 1..=64 {
-                let mut out = vec![Vec::new(); widths.len()];
-                pool.run(|| linear.forward(&x[..m * k], &mut out)).unwrap();
-                for (i, (out, n)) in out.iter().zip(&widths).enumerate() {
-                    for (r, row) in out.chunks(*n).enumerate() {
-                        assert_eq!(row, alone[r][i], "k {k} matrix {i} row {r} of {m}, {} threads", pool.threads());
+        for kind in [BlockKind::Q4_1, BlockKind::Other] {
+            let matrices: Vec<Plain> = widths.iter().map(|n| Plain { k, values: wave(n * k, 0.7), kind }).collect();
+            let views: Vec<&dyn WeightRows> = matrices.iter().map(|m| m as &dyn WeightRows).collect();
+            let linears = [1, 2].map(|split| pools[1].run(|| Linear::new(k, &views, split, false)).unwrap());
+            let alone: Vec<Vec<Vec<f32>>> = x
+                .chunks(k)
+                .map(|row| {
+                    let mut out = vec![Vec::new(); widths.len()];
+                    pools[0].run(|| linears[0].forward(row, &mut out)).unwrap();
+                    out
+                })
+                .collect();
+            for (linear, pool) in linears.iter().flat_map(|l| pools.iter().map(move |p| (l, p))) {
+                for m in ROWS {
+                    let mut out = vec![Vec::new(); widths.len()];
+                    pool.run(|| linear.forward(&x[..m * k], &mut out)).unwrap();
+                    for (i, (out, n)) in out.iter().zip(&widths).enumerate() {
+                        assert_eq!(out.len(), m * n);
+                        for (r, row) in out.chunks(*n).enumerate() {
+                            let threads = pool.threads();
+                            assert_eq!(row, alone[r][i], "{kind:?} k {k} matrix {i} row {r} of {m}, {threads} threads");
+                        }
                     }
                 }
             }
@@ -302,22 +347,65 @@ fn a_row_among_many_is_bit_identical_to_that_row_alone() {
 fn products_are_close_to_f32_products_of_the_same_weights() {
     let k = 576;
     let mut values: Vec<f32> = (0..48 * k).map(|i| ((i * i) as f32 * 0.37).sin()).collect();
-    let mut x: Vec<f32> = (0..5 * k).map(|i| (i as f32 * 1.7).cos()).collect();
+    // 70 rows take the other way through the threads than 5 do.
+    let mut x: Vec<f32> = (0..70 * k).map(|i| (i as f32 * 1.7).cos()).collect();
     x.iter_mut().skip(3).step_by(191).for_each(|x| *x *= 60.0);
-    // Values that Q8_0 holds exactly: only the activations' rounding is left.
+    // Values that Q8_0 holds exactly; Q4_1 matrices read as what their blocks say: only the activations' rounding is left.
     for block in values.chunks_mut(32) {
         block.iter_mut().for_each(|v| *v = (*v * 127.0).round() / 128.0);
         block[0] = 127.0 / 128.0;
     }
-    let plain = Plain { k, values };
     let pool = Pool::new(2).unwrap();
-    let run = |exact| {
-        let mut out = vec![Vec::new()];
-        pool.run(|| Linear::new(k, &[&plain], 2, exact).and_then(|l| l.forward(&x, &mut out))).unwrap();
-        out.remove(0)
+    for kind in [BlockKind::Q4_1, BlockKind::Other] {
+        let plain = Plain { k, values: values.clone(), kind };
+        for rows in [5, 70] {
+            let run = |exact| {
+                let mut out = vec![Vec::new()];
+                let x = &x[..rows * k];
+                pool.run(|| Linear::new(k, &[&plain], 2, exact).and_then(|l| l.forward(x, &mut out))).unwrap();
+                out.remove(0)
+            };
+            let (got, expected) = (run(false), run(true).iter().map(|&x| f64::from(x)).collect::<Vec<_>>());
+            let off = distance(&got, &expected);
+            // Measured 1e-4 with such outliers; a single 8-bit rounding gives 2.5e-2.
+            assert!(off <= 5e-4, "{kind:?}, {rows} rows: {off}");
+        }
+    }
+}
+
+#[test]
+fn weights_are_held_in_the_bits_their_blocks_have() {
+    // 32 rows of 64: two tiles of two blocks; a block of a tile is 4 or 8 lines and one of parameters, 64 bytes each.
+    let bytes = |kind, exact| {
+        let plain = Plain { k: 64, values: vec![0.5; 32 * 64], kind };
+        Linear::new(64, &[&plain, &plain], 1, exact).unwrap().held_bytes()
     };
-    let (got, expected) = (run(false), run(true).iter().map(|&x| f64::from(x)).collect::<Vec<_>>());
-    let off = distance(&got, &expected);
-    // Measured 1e-4 with such outliers; a single 8-bit rounding gives 2.5e-2.
-    assert!(off <= 5e-4, "{off}");
+    assert_eq!(bytes(BlockKind::Q4_1, false), 2 * 2 * 2 * (4 + 1) * 64);
+    assert_eq!(bytes(BlockKind::Other, false), 2 * 2 * 2 * (8 + 1) * 64);
+    assert_eq!(bytes(BlockKind::Other, true), 2 * 32 * 64 * 4);
+}
+
+#[test]
+fn an_engine_says_how_its_cache_stores_each_layer() {
+    let loaded = load(&Tiny { layers: 4, ..Tiny::default() }.parts(), Products::Quantized);
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("layers.toml");
+    std::fs::write(&file, "default = \"k4v4g32w32\"\n[layers]\n0 = \"k8v8g32w32\"\n3 = \"f16\"\n").unwrap();
+    let schemes = |scheme: &str, arm| engine(&loaded, scheme, arm, 1).schemes().unwrap().to_string();
+    let file = file.to_str().unwrap();
+    assert_eq!(schemes(file, Arm::Fused), "0:k8v8g32w32,1-2:k4v4g32w32,3:f16");
+    assert_eq!(schemes("k4v4g32w0", Arm::DequantOnce), "k4v4g32");
+    // Asked from the cache: under this arm it stores f16, whatever the options said.
+    assert_eq!(schemes(file, Arm::F16), "f16");
+    assert_eq!(schemes("k4v4g32", Arm::F16), "f16");
+}
+
+#[test]
+fn an_engine_names_the_kernel_of_its_products() {
+    let parts = Tiny { layers: 1, ..Tiny::default() }.parts();
+    let products = |products| engine(&load(&parts, products), "f16", Arm::F16, 1).products();
+    let best = product_kernels().into_iter().find(|(_, runs)| runs.is_ok()).unwrap().0;
+    assert_eq!(products(Products::Quantized), best);
+    assert_eq!(products(Products::Exact), "f32");
+    assert!(product_kernels().iter().any(|(name, _)| *name == "portable"));
 }

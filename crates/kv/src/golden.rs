@@ -2,7 +2,7 @@
 //! here must agree. `KVANT_GOLDEN` names another file of the same keys.
 //! NOT here: comparisons between our own parts (attend/parity.rs).
 
-use crate::append::record::{Scratch, write_record};
+use crate::append::cpu;
 use crate::attend::dense::{DenseCodes, DenseKv};
 use crate::attend::{AttendOptions, Attention};
 use crate::cache::layout::RecordLayout;
@@ -15,8 +15,24 @@ use safetensors::{Dtype, SafeTensors};
 /// The file's bytes. A file that is named but unreadable fails the test.
 fn golden_bytes() -> Vec<u8> {
     let committed = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/golden.safetensors");
-    let path = std::env::var("KVANT_GOLDEN").unwrap_or_else(|_| committed.to_string());
-    std::fs::read(&path).unwrap_or_else(|e| panic!("golden file {path}: {e}"))
+    read_file(std::env::var_os("KVANT_GOLDEN").unwrap_or_else(|| committed.into()).as_ref())
+}
+
+fn read_file(path: &std::path::Path) -> Vec<u8> {
+    std::fs::read(path).unwrap_or_else(|e| panic!("golden file {}: {e}", path.display()))
+}
+
+#[test]
+#[should_panic(expected = "golden file /no/such/golden.safetensors")]
+fn a_golden_file_that_is_missing_fails() {
+    read_file("/no/such/golden.safetensors".as_ref());
+}
+
+#[test]
+#[should_panic(expected = "whole safetensors file")]
+fn a_damaged_golden_file_fails() {
+    let bytes = golden_bytes();
+    Golden::read(&bytes[..bytes.len() / 2]);
 }
 
 struct Golden<'a>(SafeTensors<'a>);
@@ -311,7 +327,7 @@ fn golden_keys_through_a_record() {
             .collect();
         let blocks: Vec<_> = blocks.iter().map(|(k, v)| (&k[..], &v[..])).collect();
         let mut record = vec![0; layout.record_bytes];
-        write_record(&layout, &blocks, 0, &mut record, &mut Scratch::default());
+        (cpu::best().write_record)(&layout, &blocks, 0, &mut record);
         let (k_hat, v_hat) = crate::append::record::read_record(&layout, &record);
         let codes = golden.u8(&format!("{n}.codes"));
         let (scale, zero) = (golden.f16(&format!("{n}.scale")).1, golden.f16(&format!("{n}.zero")).1);

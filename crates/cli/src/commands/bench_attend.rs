@@ -22,8 +22,6 @@ const APPEND_TOKENS: usize = 512;
 const BUDGET: Duration = Duration::from_secs(2);
 /// Fewest and most rounds of that choice.
 const ROUNDS: (usize, usize) = (7, 200);
-/// Relative L2 error against the f64 reference beyond which a kernel is wrong (DESIGN: int8-limb and f16 kernels).
-const TOLERANCE: f64 = 3e-3;
 
 /// What the command prints.
 #[derive(Debug, Serialize)]
@@ -97,7 +95,8 @@ pub fn measure(args: &AttendArgs) -> Result<Report> {
         .collect::<Result<Vec<_>>>()?;
     for (subject, error) in subjects.iter().zip(&errors) {
         // Asked this way round, NaN fails too.
-        let holds = *error <= TOLERANCE;
+        let tolerance = attention.borrow().tolerance(subject.scheme != Scheme::F16);
+        let holds = *error <= tolerance;
         if !holds {
             return Err(Failure::proof(
                 format!(
@@ -105,7 +104,7 @@ pub fn measure(args: &AttendArgs) -> Result<Report> {
                     attention.borrow().kernel(),
                     subject.scheme
                 ),
-                format!("its tolerance is {TOLERANCE:.0e}; nothing was timed"),
+                format!("its tolerance is {tolerance:.0e}; nothing was timed"),
             )
             .into());
         }

@@ -7,7 +7,7 @@ use crate::failure::Failure;
 use crate::session::{self, Prefill};
 use crate::{output, rss, units};
 use anyhow::Result;
-use kvant_engine::{Event, Generation, Request, Sampling};
+use kvant_engine::{Engine, Event, Generation, Request, Sampling};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -18,9 +18,10 @@ struct Report<'a> {
     requests: Vec<RequestReport<'a>>,
     decode_tok_s: Option<f64>,
     routes: &'a BTreeMap<String, u64>,
-    cache: CacheReport<'a>,
+    cache: CacheReport,
     arm: &'static str,
     kernel: &'a str,
+    products: &'a str,
     threads: usize,
     peak_rss_bytes: Option<u64>,
 }
@@ -35,8 +36,8 @@ struct RequestReport<'a> {
 }
 
 #[derive(Serialize)]
-struct CacheReport<'a> {
-    scheme: &'a str,
+struct CacheReport {
+    scheme: String,
     packed_bytes: usize,
     window_bytes: usize,
     copy_bytes: usize,
@@ -73,7 +74,7 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     if let Some(error) = printer.failed {
         return Err(error);
     }
-    let report = report(&generation, &engine);
+    let report = report(&generation, &engine)?;
     if args.json { output::json(&report) } else { summary(&report) }
 }
 
@@ -146,9 +147,9 @@ impl Printer {
     }
 }
 
-fn report<'a>(generation: &'a Generation, engine: &'a kvant_engine::Engine) -> Report<'a> {
+fn report<'a>(generation: &'a Generation, engine: &'a Engine) -> Result<Report<'a>> {
     let cache = generation.cache;
-    Report {
+    Ok(Report {
         requests: generation
             .outcomes
             .iter()
@@ -163,7 +164,7 @@ fn report<'a>(generation: &'a Generation, engine: &'a kvant_engine::Engine) -> R
         decode_tok_s: generation.decode.tok_s(),
         routes: &generation.routes,
         cache: CacheReport {
-            scheme: engine.schemes().text(),
+            scheme: engine.schemes().map_err(Failure::from)?.to_string(),
             packed_bytes: cache.packed_bytes,
             window_bytes: cache.window_bytes,
             copy_bytes: cache.copy_bytes,
@@ -171,9 +172,10 @@ fn report<'a>(generation: &'a Generation, engine: &'a kvant_engine::Engine) -> R
         },
         arm: super::arm_name(engine.arm()),
         kernel: engine.kernel(),
+        products: engine.products(),
         threads: engine.threads(),
         peak_rss_bytes: rss::peak_rss_bytes(),
-    }
+    })
 }
 
 /// One line on stderr: stdout carries the text alone.

@@ -18,6 +18,7 @@ struct Info {
     machine: MachineInfo,
     instruction_sets: Vec<InstructionSet>,
     kernels: Vec<Kernel>,
+    products: Vec<Kernel>,
     threads: usize,
     devices: Vec<&'static str>,
     fits: Fits,
@@ -109,10 +110,8 @@ fn gather(args: &InfoArgs) -> Result<Info> {
             memory_available_bytes: memory.map(|m| m.0),
         },
         instruction_sets: instruction_sets(),
-        kernels: kvant_kv::attend::kernels()
-            .into_iter()
-            .map(|(name, available)| Kernel { name, available: available.is_ok(), why: available.err() })
-            .collect(),
+        kernels: kernels(kvant_kv::attend::kernels()),
+        products: kernels(kvant_engine::product_kernels()),
         threads,
         devices: vec!["cpu"],
         fits: Fits {
@@ -126,6 +125,10 @@ fn gather(args: &InfoArgs) -> Result<Info> {
             rows: schemes.iter().map(|&s| row(s, layers, shape, args.len, memory_bytes)).collect(),
         },
     })
+}
+
+fn kernels(table: Vec<(&'static str, Result<(), String>)>) -> Vec<Kernel> {
+    table.into_iter().map(|(name, runs)| Kernel { name, available: runs.is_ok(), why: runs.err() }).collect()
 }
 
 /// Name of the model, its layers and their shape.
@@ -148,14 +151,18 @@ fn layers_of(args: &InfoArgs) -> Result<(Option<String>, usize, LayerShape)> {
 
 fn row(scheme: Scheme, layers: usize, shape: LayerShape, kv_len: usize, memory_bytes: usize) -> Row {
     let request_bytes = layers * resident_bytes(shape, scheme, kv_len);
-    let f16_bytes = layers * resident_bytes(shape, Scheme::F16, kv_len);
     Row {
         scheme: scheme.to_string(),
         bits: scheme.bits_per_element(shape.head_dim),
         request_bytes,
-        times_smaller: f16_bytes as f64 / request_bytes as f64,
+        times_smaller: times_smaller(scheme, shape, kv_len),
         requests: memory_bytes / request_bytes,
     }
+}
+
+/// What a plain f16 cache of one request takes, divided by what this scheme takes: the same in every layer.
+pub(super) fn times_smaller(scheme: Scheme, shape: LayerShape, kv_len: usize) -> f64 {
+    resident_bytes(shape, Scheme::F16, kv_len) as f64 / resident_bytes(shape, scheme, kv_len) as f64
 }
 
 /// The processor's name as the system gives it.
@@ -221,10 +228,17 @@ fn render(info: &Info) -> String {
         sets(true),
         sets(false),
     );
-    let mut kernels =
-        Table::new([("kernel (best first)", Align::Left), ("here", Align::Left), ("why not", Align::Left)]);
-    for k in &info.kernels {
-        kernels.row([k.name.into(), if k.available { "yes" } else { "no" }.into(), k.why.clone().unwrap_or_default()]);
+    let mut kernels = Table::new([
+        ("kernels, best first", Align::Left),
+        ("name", Align::Left),
+        ("here", Align::Left),
+        ("why not", Align::Left),
+    ]);
+    for (of, table) in [("attention", &info.kernels), ("products with weights", &info.products)] {
+        for k in table {
+            let here = if k.available { "yes" } else { "no" };
+            kernels.row([of.into(), k.name.into(), here.into(), k.why.clone().unwrap_or_default()]);
+        }
     }
     text += &kernels.render();
     let f = &info.fits;

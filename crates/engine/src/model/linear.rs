@@ -135,6 +135,12 @@ impl Linear {
         self.k
     }
 
+    /// Bytes that the weights take in memory.
+    pub fn held_bytes(&self) -> usize {
+        let exact = self.exact.iter().flatten().map(|w| size_of_val(w.as_slice())).sum::<usize>();
+        exact + self.weights.iter().map(Weights::held_bytes).sum::<usize>()
+    }
+
     /// Multiplies `x` (f32 `[rows][k]`) into one `[rows][outputs]` per matrix. Call it on the engine's pool.
     ///
     /// # Errors

@@ -24,16 +24,23 @@ use rope::Rotation;
 /// How weight matrices are multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Products {
-    /// 8-bit weights and about 16-bit activations on candle's fast path.
+    /// Weights of 4 or 8 bits, as the file has them (any other type rounded to 8), times activations of 15 bits per block
+    /// of 32, in the best kernel that this processor runs ([`product_kernels`]).
     #[default]
     Quantized,
     /// f32 weights and f32 products: slow; the reference that the fast way's accuracy is measured against.
     Exact,
 }
 
+/// Kernels of [`Products::Quantized`] in this build, best first, with the reason when this processor cannot run one.
+pub fn product_kernels() -> Vec<(&'static str, Result<(), String>)> {
+    matmul::kernels()
+}
+
 /// Weights of a llama model.
 pub struct Model {
     config: Config,
+    products: Products,
     embedding: QTensor,
     layers: Vec<Layer>,
     norm: Vec<f32>,
@@ -108,12 +115,20 @@ impl Model {
         }
         let head = Linear::new(hidden, &[&head], threads, exact)?;
         progress(all, all);
-        Ok(Self { config, embedding, layers, norm, head })
+        Ok(Self { config, products, embedding, layers, norm, head })
     }
 
     /// The numbers of this model.
     pub fn config(&self) -> &Config {
         &self.config
+    }
+
+    /// Name of the kernel that multiplies with the weights; `f32` for [`Products::Exact`].
+    pub fn products(&self) -> &'static str {
+        match self.products {
+            Products::Quantized => matmul::kernel(),
+            Products::Exact => "f32",
+        }
     }
 
     /// Runs one step; `logits` becomes f32 `[wanted][vocabulary]`. Call it on the engine's pool.

@@ -1,6 +1,12 @@
-//! Operation 1: write tokens. In: rows rounded to f16; out: f16 blocks and packed records.
-//! rows.rs: f16 rows into blocks; record.rs: a whole group into a record and back.
+//! Operation 1: write tokens. In: f32 rows; out: f16 blocks and packed records.
+//! cpu/: rows into blocks and whole groups into records, the VARIANTS table; rows.rs: sink rows; record.rs: records from
+//! given codes, and back to numbers; reference.rs: the plain formula; parity.rs: every variant against it.
 //! NOT here: which tokens are packed when (cache/), the formula (quant/).
 
+pub(crate) mod cpu;
+#[cfg(test)]
+mod parity;
 pub(crate) mod record;
+#[cfg(test)]
+pub(crate) mod reference;
 pub(crate) mod rows;

@@ -111,9 +111,9 @@ struct DenseSource<'a> {
 
 impl Source for DenseSource<'_> {
     fn record(&self, head: usize, group: usize) -> &[u8] {
-        let (bytes, groups) = (self.kv.layout.record_bytes, self.kv.kv_len.div_ceil(self.kv.layout.group_len));
+        let groups = self.kv.kv_len.div_ceil(self.kv.layout.group_len);
         let at = (self.sequence * self.kv.shape.kv_heads + head) * groups + group;
-        &bytemuck::cast_slice(&self.kv.records)[at * bytes..][..bytes]
+        self.kv.layout.head(bytemuck::cast_slice(&self.kv.records), at)
     }
 
     fn f16_block(&self, _: usize, _: usize) -> (&[f16], &[f16]) {
@@ -167,7 +167,7 @@ impl Attention {
         };
         let problems: Vec<_> = sources.iter().map(|s| s as &dyn Source).enumerate().map(problem).collect();
         plan::run(self.variant, &self.threads, self.split, &problems, q, out);
-        (0..kv.layers).for_each(|_| self.count(crate::Arm::Fused, true));
+        self.count("packed", kv.layers as u64);
         Ok(())
     }
 }

@@ -162,22 +162,24 @@ impl Attention {
             first_row += batch[entry].rows;
         }
         plan::run(self.variant, &self.threads, self.split, &problems, q, out);
-        for layer in views.chunks(batch.len()) {
-            self.count(cache.arm(), layer.iter().any(|v| v.groups() > 0));
+        // What the problems really carried, not what the arm should have done.
+        let read = |p: &Problem<'_>, v: &SeqView<'_>| match (v.groups() > 0, p.records.is_some()) {
+            (true, true) => Some("packed"),
+            (true, false) if cache.arm() == Arm::DequantStep => Some("dequant-step"),
+            (true, false) => Some("dequant-once"),
+            (false, _) => None,
+        };
+        let unpacked = if cache.arm() == Arm::F16 { "f16" } else { "window-only" };
+        for (layer, problems) in views.chunks(batch.len()).zip(problems.chunks(batch.len())) {
+            let path = problems.iter().zip(layer).find_map(|(p, v)| read(p, v)).unwrap_or(unpacked);
+            self.count(path, 1);
         }
         Ok(())
     }
 
-    /// One more call of a route: `KERNEL:PATH`, where PATH says what the packed part was read as.
-    fn count(&mut self, arm: Arm, any_packed: bool) {
-        let path = match (arm, any_packed) {
-            (Arm::F16, _) => "f16",
-            (_, false) => "window-only",
-            (Arm::Fused, true) => "packed",
-            (Arm::DequantOnce, true) => "dequant-once",
-            (Arm::DequantStep, true) => "dequant-step",
-        };
-        *self.routes.entry(format!("{}:{path}", self.variant.name)).or_default() += 1;
+    /// More calls of a route: `KERNEL:PATH`, where PATH says what the packed part was read as.
+    fn count(&mut self, path: &str, calls: u64) {
+        *self.routes.entry(format!("{}:{path}", self.variant.name)).or_default() += calls;
     }
 
     /// Name of the kernel in use, as in the VARIANTS table.
@@ -295,7 +297,7 @@ impl<'a> CacheSource<'a> {
 fn dequantize_all(view: &SeqView<'_>) -> Vec<f16> {
     let Some(layout) = view.spec.record.as_ref() else { return Vec::new() };
     let per_group = layout.group_len / F16_BLOCK_LEN;
-    let block_bytes = view.spec.f16.head_bytes() * view.spec.shape.kv_heads;
+    let block_bytes = view.spec.f16.block_bytes(view.spec.shape.kv_heads);
     let mut rows = vec![f16::ZERO; view.groups() * per_group * block_bytes / size_of::<f16>()];
     let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut rows);
     for (group, blocks) in bytes.chunks_exact_mut(per_group * block_bytes).enumerate() {
@@ -320,7 +322,7 @@ impl Source for CacheSource<'_> {
         match &self.step {
             Some((layout, rows)) => {
                 let bytes: &[u8] = bytemuck::cast_slice(rows);
-                let block_bytes = layout.head_bytes() * self.view.spec.shape.kv_heads;
+                let block_bytes = layout.block_bytes(self.view.spec.shape.kv_heads);
                 layout.head(&bytes[position / F16_BLOCK_LEN * block_bytes..][..block_bytes], head)
             }
             None => self.view.copy_block(head, position).expect("arms that read records have no use for a copy"),

@@ -49,6 +49,16 @@ impl RecordLayout {
         Self { head_dim, group_len, k_bits, v_bits, v_group_len, k_codes, v_params, v_codes, record_bytes }
     }
 
+    /// Bytes of the block that holds one group of every kv head.
+    pub(crate) fn block_bytes(&self, kv_heads: usize) -> usize {
+        self.record_bytes * kv_heads
+    }
+
+    /// One head's record in such a block, or in any row of records.
+    pub(crate) fn head<'a>(&self, records: &'a [u8], head: usize) -> &'a [u8] {
+        &records[head * self.record_bytes..][..self.record_bytes]
+    }
+
     /// Number of channel groups of a value row.
     pub(crate) fn v_groups(&self) -> usize {
         self.head_dim.div_ceil(self.v_group_len)
@@ -90,15 +100,27 @@ impl RecordLayout {
         panels(self.v_codes, self.v_bits, self.head_dim, self.group_len)
     }
 
+    /// See [`RecordLayout::k_params`].
+    pub(crate) fn k_params_mut<'a>(&self, record: &'a mut [u8]) -> (&'a mut [f16], &'a mut [f16]) {
+        params_mut(&mut record[..self.k_codes], self.head_dim)
+    }
+
+    /// See [`RecordLayout::v_params`].
+    pub(crate) fn v_params_mut<'a>(&self, record: &'a mut [u8], group: usize) -> (&'a mut [f16], &'a mut [f16]) {
+        let bytes = 2 * PARAM_BYTES * self.group_len;
+        params_mut(&mut record[self.v_params + group * bytes..][..bytes], self.group_len)
+    }
+
     /// Writes the key parameters of a channel.
     pub(crate) fn set_k_params(&self, record: &mut [u8], channel: usize, affine: Affine) {
-        set_params(&mut record[..self.k_codes], self.head_dim, channel, affine);
+        let (scales, zeros) = self.k_params_mut(record);
+        (scales[channel], zeros[channel]) = (affine.scale, affine.zero);
     }
 
     /// Writes the value parameters of a token in a channel group.
     pub(crate) fn set_v_params(&self, record: &mut [u8], group: usize, token: usize, affine: Affine) {
-        let bytes = 2 * PARAM_BYTES * self.group_len;
-        set_params(&mut record[self.v_params + group * bytes..][..bytes], self.group_len, token, affine);
+        let (scales, zeros) = self.v_params_mut(record, group);
+        (scales[token], zeros[token]) = (affine.scale, affine.zero);
     }
 }
 
@@ -125,10 +147,8 @@ fn params(bytes: &[u8], n: usize) -> (&[f16], &[f16]) {
     bytemuck::cast_slice(bytes).split_at(n)
 }
 
-fn set_params(bytes: &mut [u8], n: usize, i: usize, affine: Affine) {
-    let words: &mut [f16] = bytemuck::cast_slice_mut(bytes);
-    words[i] = affine.scale;
-    words[n + i] = affine.zero;
+fn params_mut(bytes: &mut [u8], n: usize) -> (&mut [f16], &mut [f16]) {
+    bytemuck::cast_slice_mut(bytes).split_at_mut(n)
 }
 
 /// A block of f16 rows of one layer: for each kv head K `[D][tokens]` (transposed: lanes are tokens, as in a panel),
@@ -144,8 +164,13 @@ impl F16Layout {
         Self { head_dim: shape.head_dim, tokens: F16_BLOCK_LEN }
     }
 
+    /// Bytes of the block that holds K and V of every kv head.
+    pub(crate) fn block_bytes(&self, kv_heads: usize) -> usize {
+        self.head_bytes() * kv_heads
+    }
+
     /// Bytes of one head's K and V.
-    pub(crate) fn head_bytes(&self) -> usize {
+    fn head_bytes(&self) -> usize {
         2 * self.tensor_bytes()
     }
 

@@ -1,4 +1,4 @@
-//! The cache: sequences of tokens, packed by position. In: f16-rounded K and V rows; out: views that attention reads.
+//! The cache: sequences of tokens, packed by position. In: K and V rows; out: views that attention reads.
 //! NOT here: the formula of the quantizer (quant/), attention (attend/).
 
 pub(crate) mod layout;
@@ -6,10 +6,9 @@ pub(crate) mod store;
 #[cfg(test)]
 mod tests;
 
-use crate::append::record::Scratch;
+use crate::append::cpu::{Variant, best};
 use crate::{Error, LayerShape, Scheme};
 use half::f16;
-use half::slice::HalfFloatSliceExt;
 use std::collections::BTreeMap;
 use store::{BlockUse, LayerSpec, Pools, SeqView, Store};
 
@@ -46,9 +45,6 @@ pub struct LayerConfig {
     pub scheme: Scheme,
 }
 
-/// Most numbers of K (and of V) whose rounded copy is kept between calls: some hundred rows of decoding.
-const MAX_KEPT: usize = 1 << 18;
-
 /// Handle of a sequence in a [`Cache`]. Not reused while the cache lives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SeqId(pub(crate) usize);
@@ -65,7 +61,7 @@ pub struct Rows {
 /// What a cache holds, in bytes the allocator gave.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CacheBytes {
-    /// Whole records held.
+    /// Whole records held; between append and commit also those packed ahead of a commit (decision 0003).
     pub packed_bytes: usize,
     /// Every f16 byte held for window, sinks and unpacked tails (allocated capacity counts).
     pub window_bytes: usize,
@@ -83,8 +79,7 @@ pub struct Cache {
     arm: Arm,
     sequences: BTreeMap<SeqId, Vec<Store>>,
     next_id: usize,
-    scratch: Scratch,
-    rounded: (Vec<f16>, Vec<f16>),
+    kernel: &'static Variant,
 }
 
 impl Cache {
@@ -101,16 +96,7 @@ impl Cache {
         let layers: Vec<_> = layers.iter().map(|c| LayerSpec::new(c.shape, scheme(c), &mut pools)).collect();
         let copies = |l: &LayerSpec| arm == Arm::DequantOnce && l.record.is_some();
         let copy_pools = layers.iter().map(|l| copies(l).then(|| l.copy_pool(&mut pools))).collect();
-        Ok(Self {
-            layers,
-            copy_pools,
-            pools,
-            arm,
-            sequences: BTreeMap::new(),
-            next_id: 0,
-            scratch: Scratch::default(),
-            rounded: Default::default(),
-        })
+        Ok(Self { layers, copy_pools, pools, arm, sequences: BTreeMap::new(), next_id: 0, kernel: best() })
     }
 
     /// A new empty sequence.
@@ -152,48 +138,19 @@ impl Cache {
                 return Err(Error::Shape { what, expected, got: x.len() });
             }
         }
-        let (k16, v16) = (&mut self.rounded.0, &mut self.rounded.1);
-        for (tensor, x, rounded) in [("K", k, &mut *k16), ("V", v, &mut *v16)] {
-            rounded.resize(x.len(), f16::ZERO);
-            rounded.convert_from_f32_slice(x);
-            if let Some(at) = rounded.iter().position(|x| !x.is_finite()) {
-                let mut row = at / row_len;
-                let entry = batch.iter().find(|b| {
-                    if row < b.rows {
-                        true
-                    } else {
-                        row -= b.rows;
-                        false
-                    }
-                });
-                let held = entry.map_or(0, |b| self.sequences[&b.seq][layer].len);
-                let head = at % row_len / spec.shape.head_dim;
-                return Err(Error::NotFinite { tensor, layer, head, token: held + row, value: x[at] });
+        for (tensor, x) in [("K", k), ("V", v)] {
+            if !(self.kernel.finite)(x) {
+                return Err(self.not_finite(tensor, layer, batch, x));
             }
         }
-        let result = self.store_rounded(layer, batch);
-        // A long prompt's copy must not stay beside the cache.
-        for rounded in [&mut self.rounded.0, &mut self.rounded.1] {
-            if rounded.capacity() > MAX_KEPT {
-                *rounded = Vec::new();
-            }
-        }
-        result
-    }
-
-    /// Stores the checked rows of a call: all of them or, on error, none.
-    fn store_rounded(&mut self, layer: usize, batch: &[Rows]) -> Result<(), Error> {
-        let spec = &self.layers[layer];
-        let row_len = spec.shape.row_len();
-        let (k16, v16) = (&self.rounded.0, &self.rounded.1);
         let mut at = 0;
         for (done, entry) in batch.iter().enumerate() {
             let range = at..at + entry.rows * row_len;
             at = range.end;
             let store = &mut self.sequences.get_mut(&entry.seq).expect("checked")[layer];
-            let (k, v) = (&k16[range.clone()], &v16[range]);
+            let (k, v) = (&k[range.clone()], &v[range]);
             let copy_pool = self.copy_pools[layer];
-            if let Err(e) = store.append(spec, copy_pool, &mut self.pools, &mut self.scratch, k, v) {
+            if let Err(e) = store.append(spec, copy_pool, &mut self.pools, self.kernel, k, v) {
                 // Earlier entries of the call are not committed yet, so their rows can always go again.
                 for entry in &batch[..done] {
                     let store = &mut self.sequences.get_mut(&entry.seq).expect("checked")[layer];
@@ -204,6 +161,22 @@ impl Cache {
             }
         }
         Ok(())
+    }
+
+    /// The error that names the first number of a call that no f16 holds.
+    fn not_finite(&self, tensor: &'static str, layer: usize, batch: &[Rows], x: &[f32]) -> Error {
+        let shape = self.layers[layer].shape;
+        let at = x.iter().position(|&x| !f16::from_f32(x).is_finite()).expect("the kernel saw one");
+        let mut row = at / shape.row_len();
+        let mut entries = batch.iter();
+        let mut entry = entries.next().expect("a number has a row");
+        while row >= entry.rows {
+            row -= entry.rows;
+            entry = entries.next().expect("a number has a row");
+        }
+        let held = self.sequences[&entry.seq][layer].len;
+        let head = at % shape.row_len() / shape.head_dim;
+        Error::NotFinite { tensor, layer, head, token: held + row, value: x[at] }
     }
 
     /// Ends a step of one layer: every token of these sequences is kept for good, and f16 rows that only older rows
@@ -262,6 +235,12 @@ impl Cache {
             copy_bytes: self.pools.in_use_bytes(BlockUse::Copy),
             f16_bytes_equivalent: self.sequences.values().map(plain).sum(),
         }
+    }
+
+    /// Name of the kernel that rounds, transposes, quantizes and packs: the best one this processor can run. All write
+    /// the same bytes.
+    pub fn append_kernel(&self) -> &'static str {
+        self.kernel.name
     }
 
     /// The arm this cache serves.

@@ -4,8 +4,9 @@
 //! NOT here: several sequences, checks of a call (cache/mod.rs), the formula (quant/).
 
 use super::layout::{F16_BLOCK_LEN, F16Layout, RecordLayout};
-use crate::append::record::{Scratch, dequantize_record, write_record};
-use crate::append::rows::{write_row, write_sink};
+use crate::append::cpu::Variant;
+use crate::append::record::dequantize_record;
+use crate::append::rows::write_sink;
 use crate::device::cpu::{Block, BlockPool};
 use crate::{Error, LayerShape, PackedScheme, Scheme};
 use half::f16;
@@ -57,6 +58,12 @@ impl Pools {
     fn get_mut(&mut self, index: usize) -> &mut BlockPool {
         &mut self.pools[index].1
     }
+
+    /// Records to write and the rows to read for them: pools of different uses, so of different indices.
+    fn records_and_rows(&mut self, spec: &LayerSpec) -> (&mut BlockPool, &BlockPool) {
+        let [records, rows] = self.pools.get_disjoint_mut([spec.record_pool, spec.f16_pool]).expect("two pools");
+        (&mut records.1, &rows.1)
+    }
 }
 
 impl LayerSpec {
@@ -64,9 +71,9 @@ impl LayerSpec {
         let record = scheme.packed().map(|p| RecordLayout::new(shape.head_dim, p));
         let f16 = F16Layout::block(&shape);
         let sinks = F16Layout { tokens: scheme.packed().map_or(0, PackedScheme::sinks), ..f16 };
-        let block = f16.head_bytes() * shape.kv_heads;
-        let record_bytes = record.as_ref().map_or(block, |r| r.record_bytes * shape.kv_heads);
-        let sink_bytes = if sinks.tokens > 0 { sinks.head_bytes() * shape.kv_heads } else { block };
+        let block = f16.block_bytes(shape.kv_heads);
+        let record_bytes = record.as_ref().map_or(block, |r| r.block_bytes(shape.kv_heads));
+        let sink_bytes = if sinks.tokens > 0 { sinks.block_bytes(shape.kv_heads) } else { block };
         Self {
             shape,
             scheme,
@@ -81,9 +88,12 @@ impl LayerSpec {
 
     /// The pool of the dequant-once arm's f16 copy.
     pub(crate) fn copy_pool(&self, pools: &mut Pools) -> usize {
-        pools.index_of(BlockUse::Copy, self.f16.head_bytes() * self.shape.kv_heads)
+        pools.index_of(BlockUse::Copy, self.f16.block_bytes(self.shape.kv_heads))
     }
 }
+
+/// Most f16 blocks of one group.
+const MAX_BLOCKS: usize = crate::scheme::GROUP_LENS[crate::scheme::GROUP_LENS.len() - 1] / F16_BLOCK_LEN;
 
 /// The blocks of one sequence in one layer.
 #[derive(Default)]
@@ -99,16 +109,16 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// Appends rows. Shapes: `k`, `v`: f16 `[rows][kv_heads][head_dim]`, all finite.
+    /// Appends rows, rounded to f16. Shapes: `k`, `v`: f32 `[rows][kv_heads][head_dim]`, all finite in f16.
     /// On [`Error::OutOfMemory`] nothing has changed: every block is taken before the first byte is written.
     pub(crate) fn append(
         &mut self,
         spec: &LayerSpec,
         copy_pool: Option<usize>,
         pools: &mut Pools,
-        scratch: &mut Scratch,
-        k: &[f16],
-        v: &[f16],
+        kernel: &Variant,
+        k: &[f32],
+        v: &[f32],
     ) -> Result<(), Error> {
         let row_len = spec.shape.row_len();
         let new_len = self.len + k.len() / row_len;
@@ -144,20 +154,30 @@ impl Store {
 
         for (i, (k, v)) in k.chunks_exact(row_len).zip(v.chunks_exact(row_len)).enumerate() {
             let position = self.len + i;
-            if position < spec.sinks.tokens {
-                let block = self.sink_block.as_ref().expect("taken with the first row");
-                write_sink(&spec.sinks, pools.get_mut(spec.sink_pool).bytes_mut(block), position, k, v);
+            if position >= spec.sinks.tokens {
+                break;
             }
+            let block = self.sink_block.as_ref().expect("taken with the first row");
+            write_sink(&spec.sinks, pools.get_mut(spec.sink_pool).bytes_mut(block), position, k, v);
+        }
+        // Block by block, and a group as soon as its last block is written: its rows are still in the nearest cache.
+        let mut records = records.into_iter();
+        let mut position = self.len;
+        while position < new_len {
             let (block, slot) = self.tail_slot(position);
-            write_row(&spec.f16, pools.get_mut(spec.f16_pool).bytes_mut(block), slot, k, v);
+            let rows = (F16_BLOCK_LEN - slot).min(new_len - position);
+            let part = (position - self.len) * row_len..(position - self.len + rows) * row_len;
+            let bytes = pools.get_mut(spec.f16_pool).bytes_mut(block);
+            (kernel.write_rows)(&spec.f16, bytes, slot, row_len, &k[part.clone()], &v[part]);
+            position += rows;
+            while records.len() > 0 && (self.groups.len() + 1) * group_len <= position {
+                self.pack_group(spec, pools, kernel, records.next().expect("just counted"));
+                if let Some(copy_pool) = copy_pool {
+                    self.copy_group(spec, copy_pool, pools);
+                }
+            }
         }
         self.len = new_len;
-        for block in records {
-            self.pack_group(spec, pools, scratch, block);
-            if let Some(copy_pool) = copy_pool {
-                self.copy_group(spec, copy_pool, pools);
-            }
-        }
         Ok(())
     }
 
@@ -168,20 +188,19 @@ impl Store {
     }
 
     /// Packs the next group into `block`.
-    fn pack_group(&mut self, spec: &LayerSpec, pools: &mut Pools, scratch: &mut Scratch, block: Block) {
+    fn pack_group(&mut self, spec: &LayerSpec, pools: &mut Pools, kernel: &Variant, block: Block) {
         let layout = spec.record.as_ref().expect("only packed schemes have groups");
         let start = self.groups.len() * layout.group_len;
         let sinks = spec.sinks.tokens.saturating_sub(start);
         let first = (start - self.tail_start) / F16_BLOCK_LEN;
-        let rows = &self.tail[first..first + layout.group_len / F16_BLOCK_LEN];
-        // The record pool and the f16 pool are two entries of one list; the borrow ends with each head's copy.
-        let mut record = vec![0u8; layout.record_bytes];
-        for head in 0..spec.shape.kv_heads {
-            let f16_pool = pools.get(spec.f16_pool);
-            let blocks: Vec<_> = rows.iter().map(|b| spec.f16.head(f16_pool.bytes(b), head)).collect();
-            write_record(layout, &blocks, sinks, &mut record, scratch);
-            let out = pools.get_mut(spec.record_pool).bytes_mut(&block);
-            out[head * layout.record_bytes..][..layout.record_bytes].copy_from_slice(&record);
+        let (records, rows) = pools.records_and_rows(spec);
+        let n = layout.group_len / F16_BLOCK_LEN;
+        let mut blocks: [(&[f16], &[f16]); MAX_BLOCKS] = Default::default();
+        for (head, record) in records.bytes_mut(&block).chunks_exact_mut(layout.record_bytes).enumerate() {
+            for (out, block) in blocks.iter_mut().zip(&self.tail[first..first + n]) {
+                *out = spec.f16.head(rows.bytes(block), head);
+            }
+            (kernel.write_record)(layout, &blocks[..n], sinks, record);
         }
         self.groups.push(block);
     }
@@ -191,15 +210,14 @@ impl Store {
         let layout = spec.record.as_ref().expect("only packed schemes have groups");
         let per_group = layout.group_len / F16_BLOCK_LEN;
         let newest = self.groups.len() - 1;
+        let mut rows = vec![f16::ZERO; 2 * layout.group_len * layout.head_dim];
+        let (k, v) = rows.split_at_mut(layout.group_len * layout.head_dim);
+        let n = F16_BLOCK_LEN * layout.head_dim;
         for head in 0..spec.shape.kv_heads {
-            let record = pools.get(spec.record_pool).bytes(&self.groups[newest])[head * layout.record_bytes..]
-                [..layout.record_bytes]
-                .to_vec();
-            let mut rows = vec![f16::ZERO; 2 * layout.group_len * layout.head_dim];
-            let (k, v) = rows.split_at_mut(layout.group_len * layout.head_dim);
-            let n = F16_BLOCK_LEN * layout.head_dim;
+            let records = pools.get(spec.record_pool).bytes(&self.groups[newest]);
+            let record = layout.head(records, head);
             let mut blocks: Vec<_> = k.chunks_exact_mut(n).zip(v.chunks_exact_mut(n)).collect();
-            dequantize_record(layout, &record, &mut blocks);
+            dequantize_record(layout, record, &mut blocks);
             for (i, (k, v)) in blocks.iter().enumerate() {
                 let out = pools.get_mut(copy_pool).bytes_mut(&self.copy[newest * per_group + i]);
                 let (k_out, v_out) = spec.f16.head_mut(out, head);
@@ -305,8 +323,8 @@ pub(crate) struct SeqView<'a> {
 impl<'a> SeqView<'a> {
     /// The record of one head and group.
     pub(crate) fn record(&self, head: usize, group: usize) -> &'a [u8] {
-        let bytes = self.spec.record.as_ref().map_or(0, |r| r.record_bytes);
-        &self.records.bytes(&self.groups[group])[head * bytes..][..bytes]
+        let layout = self.spec.record.as_ref().expect("only packed schemes have groups");
+        layout.head(self.records.bytes(&self.groups[group]), head)
     }
 
     /// Records held.

@@ -6,7 +6,7 @@ mod layout_page;
 
 use super::layout::F16_BLOCK_LEN;
 use super::{Arm, Cache, LayerConfig, Rows, SeqId};
-use crate::append::record::{Scratch, write_record};
+use crate::append::cpu::best;
 use crate::{Error, LayerShape, Scheme};
 use half::f16;
 use proptest::prelude::*;
@@ -160,7 +160,7 @@ fn a_record_is_its_own_tokens() {
             let blocks: Vec<_> = blocks.iter().map(|(k, v)| (&k[..], *v)).collect();
             let mut want = vec![0; layout.record_bytes];
             let sinks_here = if group == 0 { sinks } else { 0 };
-            write_record(layout, &blocks, sinks_here, &mut want, &mut Scratch::default());
+            (best().write_record)(layout, &blocks, sinks_here, &mut want);
             assert!(*record == want, "{scheme}: group {group}, head {head}");
         }
     }
@@ -268,4 +268,25 @@ proptest! {
         }
         prop_assert_eq!(in_use(&cache), (0, 0));
     }
+}
+
+/// Growth and commit leave the packed past where it is.
+#[test]
+fn packed_records_never_move() {
+    let mut cache = cache("k4v4g64w128s4p512");
+    let seq = cache.add_sequence();
+    append(&mut cache, &[(seq, 1, 300)]);
+    commit(&mut cache, &[seq]);
+    let places = |cache: &Cache, n: usize| -> Vec<usize> {
+        let view = cache.view(0, seq).unwrap();
+        (0..n).flat_map(|group| (0..2).map(move |head| view.record(head, group).as_ptr() as usize)).collect()
+    };
+    let groups = cache.view(0, seq).unwrap().groups();
+    assert_eq!(groups, 2);
+    let before = places(&cache, groups);
+    for n in [1, 700, 5000, 1, 20_000] {
+        append(&mut cache, &[(seq, 1, n)]);
+        commit(&mut cache, &[seq]);
+    }
+    assert_eq!(places(&cache, groups), before);
 }

@@ -21,54 +21,31 @@ impl Affine {
     }
 }
 
-/// Quantizes one group; `codes` has the length of `values`, which are finite f16 numbers. The range is that of
-/// `values[fit_from..]`: values before it are clamped into it (sink tokens, whose codes nobody reads).
+/// Quantizes one group: the formula as it stands, which the kernels (append/cpu) are tested against. `codes` has the length
+/// of `values`, which are finite f16 numbers. The range is that of `values[fit_from..]`: values before it are clamped into
+/// it (sink tokens, whose codes nobody reads).
 ///
 /// Accuracy: scale and zero are exact; a code can differ from the exact one only within 1e-4 of a tie, because the
 /// quotient is f32 (at most 255 * 2^-23 off).
+#[cfg(test)]
 pub(crate) fn quantize(values: &[f32], fit_from: usize, bits: u32, codes: &mut [u8]) -> Affine {
     debug_assert!(values.len() == codes.len() && fit_from < values.len());
     let top = ((1u32 << bits) - 1) as f32;
-    let (min, max) = min_max(&values[fit_from..]);
-    let zero = f16::from_f32(min);
+    let min = values[fit_from..].iter().copied().fold(f32::INFINITY, f32::min);
+    let max = values[fit_from..].iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    // A zero is never -0.
+    let zero = f16::from_f32(min + 0.0);
     let scale = round_to_f16((max as f64 - min as f64) / top as f64);
     let (z, s) = (zero.to_f32(), scale.to_f32());
-    if s == 0.0 {
-        codes.fill(0);
-    } else {
-        for (code, &x) in codes.iter_mut().zip(values) {
-            *code = round_ties_even_u8(((x - z) / s).clamp(0.0, top));
-        }
+    for (code, &x) in codes.iter_mut().zip(values) {
+        *code = if s == 0.0 { 0 } else { ((x - z) / s).clamp(0.0, top).round_ties_even() as u8 };
     }
     Affine { scale, zero }
 }
 
-/// Smallest and largest value; (infinity, -infinity) when there is none.
-fn min_max(values: &[f32]) -> (f32, f32) {
-    // 16 independent lanes let the compiler use whole vectors.
-    let (mut lo, mut hi) = ([f32::INFINITY; 16], [f32::NEG_INFINITY; 16]);
-    let chunks = values.chunks_exact(16);
-    let rest = chunks.remainder();
-    for c in chunks {
-        for i in 0..16 {
-            lo[i] = if c[i] < lo[i] { c[i] } else { lo[i] };
-            hi[i] = if c[i] > hi[i] { c[i] } else { hi[i] };
-        }
-    }
-    for (i, &x) in rest.iter().enumerate() {
-        lo[i] = lo[i].min(x);
-        hi[i] = hi[i].max(x);
-    }
-    (lo.into_iter().fold(f32::INFINITY, f32::min), hi.into_iter().fold(f32::NEG_INFINITY, f32::max))
-}
-
-/// Rounds a number in 0..=255 to the nearest integer, ties to even: adding 2^23 leaves no fraction bits.
-fn round_ties_even_u8(x: f32) -> u8 {
-    ((x + 8_388_608.0).to_bits() & 0xff) as u8
-}
-
 /// Rounds f64 to f16 once, ties to even. Going through f32 directly would round twice, so the f32 step rounds to odd
 /// (truncates and sets the last bit when anything was lost), which keeps ties apart from near-ties.
+#[cfg(test)]
 fn round_to_f16(x: f64) -> f16 {
     let near = x as f32;
     if near as f64 == x {

@@ -115,7 +115,11 @@ fn trim_to_zero_gives_everything_back() {
 #[test]
 fn packed_caches_are_as_many_times_smaller_as_their_bits_say() {
     let shape = LayerShape::new(9, 3, 64).unwrap();
-    for (scheme, at_least) in [("k8v8g64w128s4p512", 1.7), ("k4v4g64w128s4p512", 2.8), ("k2v2g32w128s4p512", 3.6)] {
+    // 2,000 tokens of 16 bits against 1,856 packed, 160 (blocks of 32) in f16 and the sinks: with k4v4g64w128
+    // 32,000 / (1,856 * 4.5 + 160 * 16) = 2.93. `kvant info` says 2.96: it compares with f16 blocks of 32 as well.
+    let promised =
+        [("k4v4g64w128", 2.93), ("k2v2g32w128", 3.94), ("k8v8g64w128s4p512", 1.74), ("k4v4g64w128s4p512", 2.92)];
+    for (scheme, promised) in promised {
         let mut rig = Rig::new(shape, scheme, "portable", 1);
         let request = rig.add(1);
         rig.append(&[(request, 2000)]);
@@ -123,6 +127,6 @@ fn packed_caches_are_as_many_times_smaller_as_their_bits_say() {
         let b = rig.cache.bytes();
         let times = b.f16_bytes_equivalent as f64 / (b.packed_bytes + b.window_bytes) as f64;
         println!("{scheme}: {times:.2} times smaller than f16");
-        assert!(times >= at_least, "{scheme}: {times}");
+        assert!((times - promised).abs() <= 0.01, "{scheme}: {times}");
     }
 }

@@ -2,7 +2,7 @@
 //! (src/cache/tests.rs); here is what a user would notice.
 
 use crate::numbers::{Request, Rig, bits, kernels_here, tokens};
-use kvant_kv::{Arm, LayerShape};
+use kvant_kv::{Arm, LayerShape, Scheme};
 
 /// Decode tokens that never get packed because only the current call's length is looked at.
 #[test]
@@ -62,7 +62,10 @@ fn the_packed_part_really_differs_from_f16() {
 #[test]
 fn every_kind_of_token_counts() {
     let shape = LayerShape::new(4, 2, 64).unwrap();
-    let (len, scheme) = (700, "k4v4g64w128s4p512");
+    let (len, scheme) = (1030, "k4v4g64w128s4p512");
+    // By the window alone 896 tokens were packed; the page at 1,024 packs the rest of what lies before it.
+    let edge = scheme.parse::<Scheme>().unwrap().edge(len - 1);
+    assert_eq!(edge, 1024);
     for kernel in kernels_here() {
         let out = |changed: Option<(usize, bool)>| {
             let mut rig = Rig::new(shape, scheme, kernel, 2);
@@ -78,7 +81,9 @@ fn every_kind_of_token_counts() {
             rig.newest(request)
         };
         let plain = out(None);
-        for (kind, token) in [("newest", 699), ("window", 600), ("page's packed", 520), ("packed", 300), ("sink", 2)] {
+        let kinds = [("newest", 1029), ("window", 1026), ("page's packed", 1000), ("packed", 300), ("sink", 2)];
+        for (kind, token) in kinds {
+            assert_eq!(token < edge, kind.contains("packed") || kind == "sink");
             for key in [true, false] {
                 let changed = out(Some((token, key)));
                 for (head, (a, b)) in plain.chunks(64).zip(changed.chunks(64)).enumerate() {

@@ -346,7 +346,7 @@ pub(crate) mod tests {
     /// A report with every operation and verdict, without measuring anything.
     pub(crate) fn example() -> Report {
         let peak = |gops| Peak { gops, by: "avx512f <fast>".into(), lower_bound: false };
-        let curve = |top: f64| (0..7).map(|i| Bandwidth { bytes: 1 << (18 + 2 * i), gbps: top / (i + 1) as f64 });
+        let curve = |top: f64| (0..7).map(move |i| Bandwidth { bytes: 1 << (18 + 2 * i), gbps: top / (i + 1) as f64 });
         let ceilings = Ceilings {
             threads: 2,
             read: curve(200.0).collect(),

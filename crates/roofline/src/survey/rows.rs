@@ -13,7 +13,7 @@ use kvant_kv::attend::Split;
 use kvant_kv::{Attention, Error, Scheme};
 use std::cell::RefCell;
 use std::hint::black_box;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 /// Bytes of one timed read of cold memory: a run of about a millisecond, whatever the kernel's own size.
 const COLD_READ_BYTES: usize = 32 << 20;

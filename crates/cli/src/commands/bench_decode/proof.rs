@@ -230,7 +230,8 @@ impl Proof {
     /// # Errors
     /// [`Failure`] that says which bound was broken.
     pub fn check(&self) -> Result<(), Failure> {
-        const HINT: &str = "nothing was timed: one of the arms computes something else";
+        const HINT: &str = "nothing was timed: one of the arms computes something else, or the scheme has too small a \
+                            window to keep rounding from growing (docs/decisions/0006; try w128s4p512)";
         // Asked whether it holds, so that NaN fails.
         let within = |value: f64, bound: f64| value <= bound;
         for pair in &self.pairs {

@@ -5,6 +5,9 @@
 use super::{Activations, Format, TILE, Tile};
 use std::arch::x86_64::*;
 
+/// What [`Avx2::new`] looks for.
+pub(super) const NEEDS: &str = "avx2, fma, f16c";
+
 /// Proof that the processor has the instructions.
 #[derive(Clone, Copy)]
 pub(super) struct Avx2(());

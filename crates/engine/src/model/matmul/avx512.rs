@@ -5,6 +5,9 @@
 use super::{Activations, BLOCK, Format, Line, TILE, Tile};
 use std::arch::x86_64::*;
 
+/// What [`Avx512Vnni::new`] looks for.
+pub(super) const NEEDS: &str = "avx512f, avx512bw, avx512vl, avx512vnni";
+
 /// Proof that the processor has the instructions.
 #[derive(Clone, Copy)]
 pub(super) struct Avx512Vnni(());

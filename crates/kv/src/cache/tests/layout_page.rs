@@ -1,8 +1,9 @@
 //! The numbers of docs/layout.md, read from the page itself. In: its tables; out: agreement with every bit of records
 //! and blocks made by the real code.
 
+use crate::append::cpu::best;
 use crate::append::record::write_record_from_codes;
-use crate::append::rows::{write_row, write_sink};
+use crate::append::rows::write_sink;
 use crate::cache::layout::{F16_BLOCK_LEN, F16Layout, RecordLayout};
 use crate::quant::affine::Affine;
 use crate::{PackedScheme, Scheme};
@@ -81,13 +82,16 @@ fn bytes_of_f16_rows() {
         let [head, token, channel, d, sinks, at] = [2, 3, 4, 5, 6, 7].map(|i| number(&row[i]));
         let window = row[0] == "window";
         let layout = F16Layout { head_dim: d, tokens: if window { F16_BLOCK_LEN } else { sinks } };
-        let mut words = vec![0u64; 2 * layout.head_bytes() / 8];
+        let mut words = vec![0u64; layout.block_bytes(2) / 8];
         let block: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
-        let (mut k, mut v) = (vec![f16::ZERO; 2 * d], vec![f16::ZERO; 2 * d]);
+        let (mut k, mut v) = (vec![0.0; 2 * d], vec![0.0; 2 * d]);
         let x = if row[1] == "K" { &mut k } else { &mut v };
-        x[head * d + channel] = f16::from_bits(0x1234);
-        let write = if window { write_row } else { write_sink };
-        write(&layout, block, token, &k, &v);
+        x[head * d + channel] = f16::from_bits(0x1234).to_f32();
+        if window {
+            (best().write_rows)(&layout, block, token, 2 * d, &k, &v);
+        } else {
+            write_sink(&layout, block, token, &k, &v);
+        }
         let mut want = vec![0u8; block.len()];
         want[at..at + 2].copy_from_slice(&[0x34, 0x12]);
         assert!(*block == want, "{row:?}");

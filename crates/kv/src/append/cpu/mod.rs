@@ -1,0 +1,86 @@
+//! CPU kernels of append and of its way back: the VARIANTS table, best first. A new variant is one file and one line here.
+//! Every variant writes the same bytes (parity.rs), so which one ran cannot be seen in a cache.
+//! NOT here: the algorithms (generic.rs, dequantize.rs), which tokens are packed when (cache/).
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod dequantize;
+mod generic;
+mod portable;
+
+use crate::cache::layout::{F16Layout, RecordLayout};
+use half::f16;
+
+/// See [`generic::write_rows`]: layout, block, slot, row_len, k, v.
+pub(crate) type WriteRows = fn(&F16Layout, &mut [u8], usize, usize, &[f32], &[f32]);
+/// See [`generic::write_record`]: layout, blocks, sinks, record.
+pub(crate) type WriteRecord = fn(&RecordLayout, &[(&[f16], &[f16])], usize, &mut [u8]);
+/// See [`dequantize::dequantize`]: layout, record, blocks.
+pub(crate) type Dequantize = fn(&RecordLayout, &[u8], &mut [(&mut [f16], &mut [f16])]);
+
+/// One way to append.
+pub(crate) struct Variant {
+    pub name: &'static str,
+    /// Whether this processor can run it, or what it lacks. The functions below panic when it cannot.
+    pub available: fn() -> Result<(), String>,
+    /// Whether all numbers round to a finite f16.
+    pub finite: fn(&[f32]) -> bool,
+    pub write_rows: WriteRows,
+    pub write_record: WriteRecord,
+    pub dequantize: Dequantize,
+}
+
+/// Every variant of this build, best first.
+pub(crate) const VARIANTS: &[Variant] = &[
+    #[cfg(target_arch = "x86_64")]
+    Variant {
+        name: "avx512",
+        available: || available(avx512::Avx512::new(), avx512::NEEDS),
+        finite: |x| proof(avx512::Avx512::new()).finite(x),
+        write_rows: |l, block, slot, row_len, k, v| {
+            proof(avx512::Avx512::new()).write_rows(l, block, slot, row_len, k, v);
+        },
+        write_record: |l, blocks, sinks, record| proof(avx512::Avx512::new()).write_record(l, blocks, sinks, record),
+        dequantize: |l, record, blocks| proof(avx512::Avx512::new()).dequantize(l, record, blocks),
+    },
+    #[cfg(target_arch = "x86_64")]
+    Variant {
+        name: "avx2",
+        available: || available(avx2::Avx2::new(), avx2::NEEDS),
+        finite: |x| proof(avx2::Avx2::new()).finite(x),
+        write_rows: |l, block, slot, row_len, k, v| {
+            proof(avx2::Avx2::new()).write_rows(l, block, slot, row_len, k, v);
+        },
+        write_record: |l, blocks, sinks, record| proof(avx2::Avx2::new()).write_record(l, blocks, sinks, record),
+        dequantize: |l, record, blocks| proof(avx2::Avx2::new()).dequantize(l, record, blocks),
+    },
+    Variant {
+        name: "portable",
+        available: || Ok(()),
+        finite: |x| generic::finite(portable::Portable, x),
+        write_rows: |l, block, slot, row_len, k, v| {
+            generic::write_rows(portable::Portable, l, block, slot, row_len, k, v);
+        },
+        write_record: |l, blocks, sinks, record| {
+            generic::write_record(portable::Portable, l, blocks, sinks, record);
+        },
+        dequantize: |l, record, blocks| dequantize::dequantize(portable::Portable, l, record, blocks),
+    },
+];
+
+/// The first variant that this processor can run.
+pub(crate) fn best() -> &'static Variant {
+    VARIANTS.iter().find(|v| (v.available)().is_ok()).expect("portable runs everywhere")
+}
+
+#[cfg(target_arch = "x86_64")]
+fn available<T>(proof: Option<T>, needs: &str) -> Result<(), String> {
+    proof.map(|_| ()).ok_or_else(|| format!("this processor lacks one of {needs}"))
+}
+
+#[cfg(target_arch = "x86_64")]
+fn proof<T>(proof: Option<T>) -> T {
+    proof.expect("checked by available")
+}

@@ -1,0 +1,191 @@
+//! Parity of append: every entry of the VARIANTS table against the plain formula (reference.rs), to the bit. Prints what
+//! it skips and why. `REQUIRE_KERNELS=a,b` fails when a variant here whose name begins one of these (`avx512` begins
+//! `avx512-vnni`) cannot run; attend/parity.rs refuses names that no kernel has.
+//! NOT here: the golden file (golden.rs), bytes of a cache after any history (cache/tests.rs).
+
+use super::cpu::{Dequantize, VARIANTS, Variant};
+use super::reference::{dequantize_plain, write_record_plain, write_rows_plain};
+use crate::LayerShape;
+use crate::cache::layout::{F16_BLOCK_LEN, F16Layout, RecordLayout};
+use half::f16;
+
+/// The variants that run here.
+fn variants() -> Vec<&'static Variant> {
+    let (run, skip): (Vec<_>, Vec<_>) = VARIANTS.iter().partition(|v| (v.available)().is_ok());
+    let required = std::env::var("REQUIRE_KERNELS").unwrap_or_default();
+    for v in skip {
+        let why = (v.available)().unwrap_err();
+        println!("skipped {}: {why}", v.name);
+        let named = required.split(',').any(|r| r.trim().starts_with(v.name));
+        assert!(!named, "REQUIRE_KERNELS={required} needs append's {}, which did not run: {why}", v.name);
+    }
+    run
+}
+
+/// xorshift64*: the same numbers on every machine.
+struct Random(u64);
+
+impl Random {
+    fn bits(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
+    }
+
+    /// In -1..1, with 24 bits.
+    fn uniform(&mut self) -> f32 {
+        (self.bits() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    }
+}
+
+/// What the numbers of a group are like.
+#[derive(Debug, Clone, Copy)]
+enum Data {
+    Plain,
+    /// Every finite f16 bit pattern is as likely: subnormals, both zeros, +-65504.
+    AnyBits,
+    /// 0 and the smallest subnormals: scales that round to 0 or to a subnormal far from the exact step.
+    Subnormal,
+    /// Only +-65504.
+    Extreme,
+    /// Zeros of both signs.
+    SignedZeros,
+    Constant,
+    /// Whole multiples of a quarter: many exact ties.
+    Ties,
+    /// Far from 0 and close together.
+    Offset,
+}
+
+const DATA: [Data; 8] = [
+    Data::Plain,
+    Data::AnyBits,
+    Data::Subnormal,
+    Data::Extreme,
+    Data::SignedZeros,
+    Data::Constant,
+    Data::Ties,
+    Data::Offset,
+];
+
+fn number(data: Data, random: &mut Random) -> f16 {
+    let x = random.uniform();
+    match data {
+        Data::Plain => f16::from_f32(x * 3.0),
+        Data::AnyBits => loop {
+            let x = f16::from_bits((random.bits() >> 48) as u16);
+            if x.is_finite() {
+                break x;
+            }
+        },
+        Data::Subnormal => f16::from_bits((random.bits() >> 48) as u16 & 0x800f),
+        Data::Extreme => f16::from_f32(65504f32.copysign(x)),
+        Data::SignedZeros => f16::from_f32(0f32.copysign(x)),
+        Data::Constant => f16::from_f32(-0.3),
+        Data::Ties => f16::from_f32((x * 40.0).round() * 0.25),
+        Data::Offset => f16::from_f32(1000.0 + x * 4.0),
+    }
+}
+
+/// Every shape of a record, sinks and data: the bytes of the formula, and its numbers back.
+#[test]
+fn records() {
+    let variants = variants();
+    let mut count = 0;
+    for head_dim in crate::shape::HEAD_DIMS {
+        for group_len in crate::scheme::GROUP_LENS {
+            for (at, k_bits) in crate::scheme::BITS.into_iter().enumerate() {
+                // Over all shapes every pair of bits comes up; the panels of K and of V know nothing of each other.
+                let v_bits = crate::scheme::BITS[(at + head_dim / 16 + group_len / 32) % 4];
+                let layout = RecordLayout::from_parts(head_dim, group_len, k_bits, v_bits);
+                for (i, data) in DATA.into_iter().enumerate() {
+                    let mut random = Random(0x9E37_79B9 + (head_dim * 1000 + group_len * 10 + at) as u64);
+                    let n = F16_BLOCK_LEN * head_dim;
+                    let mut tensor = || -> Vec<f16> { (0..n).map(|_| number(data, &mut random)).collect() };
+                    let blocks: Vec<_> = (0..group_len / F16_BLOCK_LEN).map(|_| (tensor(), tensor())).collect();
+                    let blocks: Vec<_> = blocks.iter().map(|(k, v)| (&k[..], &v[..])).collect();
+                    for sinks in [0, [1, 4, 15, 16][i % 4]] {
+                        let mut want = vec![0; layout.record_bytes];
+                        write_record_plain(&layout, &blocks, sinks, &mut want);
+                        let rows_of = |dequantize: Dequantize| {
+                            let mut rows = vec![(vec![f16::NAN; n], vec![f16::NAN; n]); blocks.len()];
+                            let mut parts: Vec<_> = rows.iter_mut().map(|(k, v)| (&mut k[..], &mut v[..])).collect();
+                            dequantize(&layout, &want, &mut parts);
+                            rows
+                        };
+                        let want_rows = rows_of(dequantize_plain);
+                        for v in &variants {
+                            // What was there before must not matter.
+                            let mut got = vec![0xAA; layout.record_bytes];
+                            (v.write_record)(&layout, &blocks, sinks, &mut got);
+                            let case = format!("k{k_bits}v{v_bits}g{group_len}s{sinks} d{head_dim} {data:?}");
+                            let first = got.iter().zip(&want).position(|(a, b)| a != b);
+                            assert_eq!(first, None, "{}, {case}: first wrong byte", v.name);
+                            assert!(rows_of(v.dequantize) == want_rows, "{}, {case}: dequantized", v.name);
+                            count += 1;
+                        }
+                    }
+                }
+            }
+        }
+    }
+    println!("{count} records");
+    assert!(count > 0);
+}
+
+/// Rows into blocks: every start and number of rows, in blocks that hold other tokens.
+#[test]
+fn rows() {
+    let variants = variants();
+    let mut random = Random(77);
+    for (kv_heads, head_dim) in [(1, 64), (2, 80), (3, 96), (2, 128), (1, 256)] {
+        let shape = LayerShape::new(kv_heads, kv_heads, head_dim).unwrap();
+        let (layout, row_len) = (F16Layout::block(&shape), shape.row_len());
+        for slot in 0..F16_BLOCK_LEN {
+            for rows in [1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32] {
+                if slot + rows > F16_BLOCK_LEN {
+                    continue;
+                }
+                // Ties between two f16, subnormals and the largest included.
+                let mut number = |i: usize| match i % 5 {
+                    0 => random.uniform() * 70.0,
+                    1 => number(Data::AnyBits, &mut random).to_f32(),
+                    2 => random.uniform() * 2f32.powi(-20),
+                    3 => (random.uniform() * 4096.0).round() + 0.5,
+                    _ => 65519f32.copysign(random.uniform()),
+                };
+                let k: Vec<f32> = (0..rows * row_len).map(&mut number).collect();
+                let v: Vec<f32> = (0..rows * row_len).map(&mut number).collect();
+                // Numbers of 4 bytes give the block the alignment of f16.
+                let held: Vec<u32> =
+                    (0..layout.block_bytes(kv_heads) / 4).map(|i| (i as u32).wrapping_mul(0x9E37_79B9)).collect();
+                let (mut want, mut got) = (held.clone(), held.clone());
+                write_rows_plain(&layout, bytemuck::cast_slice_mut(&mut want), slot, row_len, &k, &v);
+                for variant in &variants {
+                    got.copy_from_slice(&held);
+                    (variant.write_rows)(&layout, bytemuck::cast_slice_mut(&mut got), slot, row_len, &k, &v);
+                    assert!(got == want, "{}: {rows} rows of {kv_heads} x {head_dim} at {slot}", variant.name);
+                }
+            }
+        }
+    }
+}
+
+/// The check sees every place of a row, and nothing else is refused.
+#[test]
+fn finite() {
+    for variant in variants() {
+        for len in [0, 1, 15, 16, 17, 63, 64, 65, 200] {
+            let mut x: Vec<f32> = (0..len).map(|i| if i % 2 == 0 { 65519.99 } else { -65504.0 }).collect();
+            assert!((variant.finite)(&x), "{}, {len}", variant.name);
+            for i in 0..len {
+                for bad in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 65520.0, -65520.0, f32::MAX] {
+                    let good = std::mem::replace(&mut x[i], bad);
+                    assert!(!(variant.finite)(&x), "{}: {bad} at {i} of {len}", variant.name);
+                    x[i] = good;
+                }
+            }
+        }
+    }
+}
