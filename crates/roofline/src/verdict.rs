@@ -62,7 +62,7 @@ pub struct Reruns {
     pub more_work_in_flight: Option<f64>,
     /// Speedup of all threads over one.
     pub over_one_thread: Option<f64>,
-    /// Time with the data in the caches over the time without.
+    /// Time with the data in the caches over the time without; for data that can be there.
     pub hot_over_cold: Option<f64>,
 }
 
@@ -93,17 +93,14 @@ pub fn by_shares(s: Shares) -> Option<Verdict> {
 pub fn by_reruns(s: Shares, r: Reruns, threads: usize) -> Verdict {
     let mut why = Vec::new();
     if let Some(gain) = r.more_work_in_flight {
-        why.push(format!("the same bytes cut into more pieces are {gain:.2} times as fast"));
+        why.push(format!("with more independent work it is {gain:.2} times as fast, byte for byte"));
         if gain >= OCCUPANCY_GAIN {
             return Verdict { bound: Bound::Occupancy, why: why.concat() };
         }
     }
     if let Some(gain) = r.over_one_thread {
+        // Threads that add little may wait for work, for memory or for a neighbour: said, but no verdict.
         why.push(format!("{threads} threads are {gain:.2} times as fast as one"));
-        // Threads that add less than this share of themselves wait for work.
-        if threads > 1 && gain < threads as f64 * BOUND_PCT / 100.0 {
-            return Verdict { bound: Bound::Occupancy, why: why.join("; ") };
-        }
     }
     if let Some(hot) = r.hot_over_cold {
         let reading = match hot {
@@ -152,9 +149,9 @@ mod tests {
         };
         assert_eq!(with(Some(1.25), None, 8), Bound::Occupancy);
         assert_eq!(with(Some(1.2), None, 8), Bound::Unexplained);
-        assert_eq!(with(Some(1.0), Some(4.0), 8), Bound::Occupancy);
-        assert_eq!(with(None, Some(5.0), 8), Bound::Unexplained);
-        assert_eq!(with(None, Some(1.0), 1), Bound::Unexplained);
+        assert_eq!(with(Some(f64::NAN), None, 8), Bound::Unexplained);
+        assert_eq!(with(Some(1.0), Some(1.0), 8), Bound::Unexplained, "only more work in flight confirms it");
+        assert_eq!(with(None, Some(1.0), 8), Bound::Unexplained);
         assert_eq!(with(None, None, 8), Bound::Unexplained);
         let hot = by_reruns(shares, Reruns { hot_over_cold: Some(0.97), ..Reruns::default() }, 2);
         assert!(hot.why.contains("30 % of bandwidth, 20 % of arithmetic") && hot.why.contains("instructions"));
@@ -172,7 +169,6 @@ mod tests {
             format!("at least {BOUND_PCT} % of the peak"),
             format!("within {FLOOR_TIMES} times the smallest call"),
             format!("at least {OCCUPANCY_GAIN} times as fast"),
-            format!("less than {BOUND_PCT} % of their number"),
         ] {
             assert!(page.contains(&limit), "{limit}");
         }

@@ -114,6 +114,8 @@ struct Context<'a> {
     one_thread_attention: Mutex<Attention>,
     ceilings: Ceilings,
     one_thread: Ceilings,
+    /// Bytes of the processor's largest cache, where the system says.
+    last_cache_bytes: Option<usize>,
     /// Shortest attention over one token, by scheme.
     floors: Vec<(Scheme, u64)>,
 }
@@ -151,7 +153,7 @@ pub fn survey(settings: &Settings, progress: &mut dyn FnMut(&str)) -> Result<Rep
     let longest = |n: usize| n.max(512);
     let append = plan.append.iter().map(|a| a.2).max().map_or(0, longest);
     let q_rows = plan.prefill.iter().map(|p| p.1).chain(plan.sweep_batches.iter().copied()).max().map_or(0, longest);
-    let data = Data::new(settings.shape, append.max(q_rows), q_rows);
+    let data = Data::new(settings.shape, append.max(q_rows), rows::CUT * q_rows);
 
     progress("prove the kernels right");
     let attention = Mutex::new(attention);
@@ -164,15 +166,27 @@ pub fn survey(settings: &Settings, progress: &mut dyn FnMut(&str)) -> Result<Rep
     progress("measure the cost of starting work");
     let (dispatch, floors) = floors(settings, &attention, &data)?;
     let one_thread_attention = Mutex::new(Attention::new(1, Some(kernel))?);
-    let context =
-        Context { settings, plan, data: &data, attention, one_thread_attention, ceilings, one_thread, floors };
+    let machine = Machine::here();
+    let last_cache_bytes = machine.caches.iter().map(|c| c.bytes).max();
+    let data = &data;
+    let context = Context {
+        settings,
+        plan,
+        data,
+        attention,
+        one_thread_attention,
+        ceilings,
+        one_thread,
+        last_cache_bytes,
+        floors,
+    };
     let rows = rows::measure(&context, progress)?;
     progress("cut the same bytes otherwise");
     let sweeps = sweeps::measure(&context)?;
     Ok(Report {
         version: env!("CARGO_PKG_VERSION").to_string(),
         note: None,
-        machine: Machine::here(),
+        machine,
         quick: settings.quick,
         cold_bytes: plan.cold_bytes,
         q_heads: settings.shape.q_heads,

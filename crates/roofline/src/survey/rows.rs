@@ -21,8 +21,8 @@ const COLD_READ_BYTES: usize = 32 << 20;
 const HOT_READ_BYTES: usize = 64 << 20;
 /// Shortest requests that a rerun cuts its bytes into.
 const SHORTEST: usize = 256;
-/// Requests that a rerun cuts one into.
-const CUT: usize = 4;
+/// Requests that a rerun makes of one.
+pub(super) const CUT: usize = 4;
 
 /// All rows.
 pub(super) fn measure(c: &Context<'_>, progress: &mut dyn FnMut(&str)) -> Result<Vec<Row>, SurveyError> {
@@ -72,44 +72,58 @@ fn attend(c: &Context<'_>, kv_len: usize) -> Result<Vec<Row>, SurveyError> {
     let mut rows = Vec::new();
     for (call, &timing) in calls.iter().zip(&timings[1..]) {
         let mut row = row(c, Op::Attend, call, timing, Ceiling { gbps: read_gbps, what: "read, cold".into() }, true);
-        row.verdict = match verdict::by_shares(shares(&row)) {
-            Some(verdict) => verdict,
-            None => explain_attend(c, call, &row)?,
-        };
+        row.verdict = judge(c, call, &row)?;
         rows.push(row);
     }
     Ok(rows)
 }
 
 /// Runs a row again in other ways, in turns with itself.
-fn explain_attend(c: &Context<'_>, call: &AttendCall<'_>, row: &Row) -> Result<Verdict, SurveyError> {
-    let Size { batch, kv_len, .. } = call.size;
-    let cut = Size { batch: batch * CUT, kv_len: kv_len / CUT, new_rows: 1 };
-    let cut = match kv_len / CUT >= SHORTEST {
-        true => Some(AttendCall::new(c.settings.shape, call.scheme, cut, call.copies(), c.data)?),
-        false => None,
+fn explain(c: &Context<'_>, call: &AttendCall<'_>, row: &Row) -> Result<Verdict, SurveyError> {
+    let decode = call.size.new_rows == 1;
+    let more = match more_work(call.size) {
+        Some(size) => Some(AttendCall::new(c.settings.shape, call.scheme, size, call.copies(), c.data)?),
+        None => None,
     };
     let mut split = Attention::new(c.settings.threads, Some(&row.kernel))?;
     split.set_split(Split { ranges_per_unit: Some(1), ..Split::default() });
     let split = Mutex::new(split);
-    let mut contestants =
-        vec![contestant(call, &c.attention), contestant(call, &split), contestant(call, &c.one_thread_attention)];
-    contestants.extend(cut.iter().map(|cut| contestant(cut, &c.attention)));
+    let mut contestants = vec![contestant(call, &c.attention), contestant(call, &c.one_thread_attention)];
+    contestants.extend(more.iter().map(|more| contestant(more, &c.attention)));
+    // Many query rows are never cut by key range: their tiles are work enough.
+    contestants.extend(decode.then(|| contestant(call, &split)));
     let timings = c.time(&mut contestants)?;
     drop(contestants);
-    let mut out = vec![0.0; call.out_len()];
-    let mut hot = [Contestant::new(1, |_| call.run(&c.attention, 0, &mut out))];
-    let hot = c.time(&mut hot)?;
-    let base = timings[0].min_ns as f64;
-    let over = |t: &Timing| base / t.min_ns as f64;
-    // Cutting to the utmost and cutting into more requests are both more independent work at the same bytes.
-    let gains = timings.get(3).map(over).into_iter().chain([over(&timings[1])]);
+    let per_byte = |t: &Timing, call: &AttendCall<'_>| t.min_ns as f64 / call.work.bytes as f64;
+    let base = per_byte(&timings[0], call);
+    let cut = more.iter().zip(&timings[2..]).map(|(more, t)| base / per_byte(t, more));
+    let finer = decode.then(|| base / per_byte(&timings[timings.len() - 1], call));
     let reruns = Reruns {
-        more_work_in_flight: gains.reduce(f64::max),
-        over_one_thread: (c.settings.threads > 1).then(|| timings[2].min_ns as f64 / base),
-        hot_over_cold: Some(hot[0].min_ns as f64 / base),
+        more_work_in_flight: cut.chain(finer).reduce(f64::max),
+        over_one_thread: (c.settings.threads > 1).then(|| per_byte(&timings[1], call) / base),
+        hot_over_cold: hot_over_cold(c, call, row, timings[0].min_ns)?,
     };
     Ok(verdict::by_reruns(shares(row), reruns, row.threads))
+}
+
+/// A size with more independent work at the same bytes: one row's request cut into several; several requests of many rows
+/// (cut ones would have fewer operations). None where the pieces would be too short.
+fn more_work(size: Size) -> Option<Size> {
+    let Size { batch, kv_len, new_rows } = size;
+    match new_rows {
+        1 => (kv_len / CUT >= SHORTEST).then_some(Size { batch: batch * CUT, kv_len: kv_len / CUT, new_rows }),
+        _ => Some(Size { batch: batch * CUT, ..size }),
+    }
+}
+
+/// The same call over one copy again and again, for a cold row whose data can stay in the last-level cache.
+fn hot_over_cold(c: &Context<'_>, call: &AttendCall<'_>, row: &Row, cold_ns: u64) -> Result<Option<f64>, SurveyError> {
+    if !row.cold || c.last_cache_bytes.is_none_or(|bytes| call.work.bytes > bytes / 2) {
+        return Ok(None);
+    }
+    let mut out = vec![0.0; call.out_len()];
+    let hot = c.time(&mut [Contestant::new(1, |_| call.run(&c.attention, 0, &mut out))])?;
+    Ok(Some(hot[0].min_ns as f64 / cold_ns as f64))
 }
 
 fn prefill(c: &Context<'_>, held: usize, new_rows: usize) -> Result<Vec<Row>, SurveyError> {
@@ -125,25 +139,28 @@ fn prefill(c: &Context<'_>, held: usize, new_rows: usize) -> Result<Vec<Row>, Su
             black_box(reader.read_repeated(bytes, repeats(bytes)));
             Ok(())
         }));
-        contestants.push(contestant(call, &c.one_thread_attention));
     }
     let timings = c.time(&mut contestants)?;
     drop(contestants);
     let mut rows = Vec::new();
-    for (call, timing) in calls.iter().zip(timings.chunks_exact(3)) {
+    for (call, timing) in calls.iter().zip(timings.chunks_exact(2)) {
         let bytes = call.work.bytes;
         let gbps = (bytes * repeats(bytes)) as f64 / timing[1].min_ns as f64;
         let what = format!("read, {} again and again", crate::report::bytes(bytes));
         let mut row = row(c, Op::Prefill, call, timing[0], Ceiling { gbps, what }, false);
         row.pct_of_matmul = Some(100.0 * row.gops / c.ceilings.matmul.gops);
-        let over_one_thread = timing[2].min_ns as f64 / timing[0].min_ns as f64;
-        let reruns =
-            Reruns { over_one_thread: (c.settings.threads > 1).then_some(over_one_thread), ..Reruns::default() };
-        row.verdict =
-            verdict::by_shares(shares(&row)).unwrap_or_else(|| verdict::by_reruns(shares(&row), reruns, row.threads));
+        row.verdict = judge(c, call, &row)?;
         rows.push(row);
     }
     Ok(rows)
+}
+
+/// The verdict on a row of attention, with reruns where its shares do not explain it.
+fn judge(c: &Context<'_>, call: &AttendCall<'_>, row: &Row) -> Result<Verdict, SurveyError> {
+    match verdict::by_shares(shares(row)) {
+        Some(verdict) => Ok(verdict),
+        None => explain(c, call, row),
+    }
 }
 
 fn append(c: &Context<'_>) -> Result<Vec<Row>, SurveyError> {
@@ -173,7 +190,7 @@ fn append(c: &Context<'_>) -> Result<Vec<Row>, SurveyError> {
                 cold: false,
                 // The cache quantizes and packs on the thread that calls it.
                 threads: 1,
-                kernel: "append".to_string(),
+                kernel: kvant_kv::append::kernel().to_string(),
                 floor_ns: timings[0].min_ns,
             };
             let what = format!("copy, {}, 1 thread", crate::report::bytes(work.bytes));
@@ -312,5 +329,15 @@ mod tests {
         assert_eq!(arithmetic("avx512-vnni", k4), Arithmetic::Int8Dot);
         assert_eq!(arithmetic("avx512-vnni", Scheme::F16), Arithmetic::Fma);
         assert_eq!(arithmetic("avx2", k4), Arithmetic::Fma);
+    }
+
+    #[test]
+    fn reruns_have_more_independent_work_and_no_fewer_bytes() {
+        let size = |batch, kv_len, new_rows| Size { batch, kv_len, new_rows };
+        let cut = more_work(size(1, 4096, 1)).unwrap();
+        assert_eq!((cut.batch, cut.kv_len, cut.new_rows), (4, 1024, 1));
+        assert!(more_work(size(1, 1023, 1)).is_none() && more_work(size(1, 1024, 1)).is_some());
+        let many = more_work(size(1, 600, 64)).unwrap();
+        assert_eq!((many.batch, many.kv_len, many.new_rows), (4, 600, 64));
     }
 }
