@@ -4,6 +4,7 @@
 
 mod decoding;
 mod errors;
+mod experiments;
 mod help;
 mod pulling;
 mod roofline;
