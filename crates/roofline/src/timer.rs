@@ -73,12 +73,36 @@ pub fn copies(bytes: usize, hot: bool) -> usize {
 /// # Errors
 /// The first error of a contestant; nothing is timed after it.
 pub fn interleave<E>(contestants: &mut [Contestant<'_, E>], rounds: usize) -> Result<Vec<Timing>, E> {
-    let rounds = rounds.max(1);
+    interleave_while(contestants, |done| done < rounds.max(1))
+}
+
+/// As [`interleave`], with rounds for as long as `budget` lasts, held between `least` (0 counts as 1) and `most`.
+///
+/// # Errors
+/// As [`interleave`].
+pub fn interleave_within<E>(
+    contestants: &mut [Contestant<'_, E>],
+    budget: Duration,
+    (least, most): (usize, usize),
+) -> Result<Vec<Timing>, E> {
+    let mut start = None;
+    interleave_while(contestants, |done| {
+        // The clock starts behind the untimed round.
+        let start = *start.get_or_insert_with(Instant::now);
+        done < least.max(1) || (done < most && start.elapsed() < budget)
+    })
+}
+
+fn interleave_while<E>(
+    contestants: &mut [Contestant<'_, E>],
+    mut more: impl FnMut(usize) -> bool,
+) -> Result<Vec<Timing>, E> {
     for c in contestants.iter_mut() {
         c.once(0)?;
     }
-    let mut ns = vec![Vec::with_capacity(rounds); contestants.len()];
-    for round in 0..rounds {
+    let mut ns = vec![Vec::new(); contestants.len()];
+    let mut round = 0;
+    while more(round) {
         for turn in 0..contestants.len() {
             let who = (turn + round) % contestants.len();
             let c = &mut contestants[who];
@@ -86,6 +110,7 @@ pub fn interleave<E>(contestants: &mut [Contestant<'_, E>], rounds: usize) -> Re
             let copy = (round + 1) % c.copies;
             ns[who].push(c.once(copy)?);
         }
+        round += 1;
     }
     Ok(ns.into_iter().filter_map(Timing::of).collect())
 }
@@ -137,6 +162,17 @@ mod tests {
             Ok(())
         };
         interleave(&mut [Contestant::new(1, run).with_reset(reset)], 4).unwrap();
+    }
+
+    #[test]
+    fn a_budget_is_held_between_fewest_and_most_rounds() {
+        let rounds = |budget, bounds| {
+            let mut c = [Contestant::<()>::new(1, |_| Ok(()))];
+            interleave_within(&mut c, budget, bounds).unwrap()[0].rounds
+        };
+        assert_eq!(rounds(Duration::ZERO, (0, 9)), 1);
+        assert_eq!(rounds(Duration::ZERO, (3, 9)), 3);
+        assert_eq!(rounds(Duration::from_secs(3600), (3, 9)), 9);
     }
 
     #[test]

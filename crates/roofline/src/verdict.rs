@@ -93,7 +93,7 @@ pub fn by_shares(s: Shares) -> Option<Verdict> {
 pub fn by_reruns(s: Shares, r: Reruns, threads: usize) -> Verdict {
     let mut why = Vec::new();
     if let Some(gain) = r.more_work_in_flight {
-        why.push(format!("with more independent work it is {gain:.2} times as fast, byte for byte"));
+        why.push(format!("with more independent work it is {gain:.2} times as fast"));
         if gain >= OCCUPANCY_GAIN {
             return Verdict { bound: Bound::Occupancy, why: why.concat() };
         }

@@ -34,6 +34,7 @@ fn json_html_and_markdown_hold_every_row() {
         assert_eq!(rows.iter().filter(|r| r["op"] == op).count(), 4, "{op}: two schemes, two sizes");
     }
     assert_eq!(page.matches("data-row=").count(), rows.len());
+    let mut ids = Vec::new();
     for row in rows {
         let text = |key: &str| row[key].to_string().trim_matches('"').to_string();
         let (op, scheme) = (text("op"), text("scheme"));
@@ -43,14 +44,37 @@ fn json_html_and_markdown_hold_every_row() {
         let bounds = ["memory", "compute", "dispatch", "occupancy", "unexplained"];
         assert!(bounds.contains(&row["verdict"]["bound"].as_str().unwrap()), "{row}");
         assert!(row["pct_of_bandwidth"].as_f64().is_some_and(|p| p > 0.0), "{row}");
+        ids.push(id);
     }
     assert!(page.contains("commit &lt;unknown&gt;") && page.contains("Quick run"));
     assert!(tables.contains("commit <unknown>") && tables.contains("### Decode attention"));
-    browser(&folder.path().join("roofline.html"), rows.len());
+    browser(&folder.path().join("roofline.html"), &ids);
 }
 
-/// A real browser parses the page, keeps every point, and paints something over the whole of it.
-fn browser(page: &Path, rows: usize) {
+/// Asks a browser, in a copy of the page, what a reader sees: for each point its row, whether it lies in its plot, whether
+/// its label is what the browser finds at the label's middle, and how many other labels cover part of it.
+const LOOK: &str = r#"<pre id="seen"></pre><script>
+const points = [...document.querySelectorAll('a[data-row]')];
+const labels = [...document.querySelectorAll('svg .label, svg .roofname')];
+const seen = points.map(a => {
+  const label = a.querySelector('.label'), circle = a.querySelector('circle');
+  a.scrollIntoView({ block: 'center' });
+  const box = label.getBoundingClientRect(), dot = circle.getBoundingClientRect();
+  const plot = a.closest('svg').getBoundingClientRect();
+  const inside = [box, dot].every(b => b.width > 0 && b.left >= plot.left && b.right <= plot.right && b.top >= plot.top && b.bottom <= plot.bottom);
+  const found = document.elementFromPoint((box.left + box.right) / 2, (box.top + box.bottom) / 2);
+  const covered = labels.filter(l => l !== label && l.closest('svg') === a.closest('svg')).filter(l => {
+    if (l.hasAttribute('transform')) return false; // The box of slanted text is larger than its letters.
+    const b = l.getBoundingClientRect();
+    return b.left < box.right - 1 && box.left < b.right - 1 && b.top < box.bottom - 4 && box.top < b.bottom - 4;
+  }).map(l => l.textContent);
+  return [a.dataset.row, inside ? 'inside' : 'outside', label === found ? 'found' : 'hidden', covered.length ? 'covered by ' + covered : 'clear'].join(' | ');
+});
+document.getElementById('seen').textContent = 'ROWS\n' + seen.join('\n') + '\nEND';
+</script></body>"#;
+
+/// A real browser lays the page out with every row's point and label in sight, and paints it.
+fn browser(page: &Path, rows: &[String]) {
     let Some(chromium) = ["chromium", "chromium-browser", "google-chrome"].iter().find(|c| {
         let found = Command::new(c).arg("--version").output();
         found.is_ok_and(|o| o.status.success())
@@ -59,7 +83,7 @@ fn browser(page: &Path, rows: usize) {
         return;
     };
     let folder = tempfile::tempdir().unwrap();
-    let run = |what: &str| {
+    let run = |what: &str, page: &Path| {
         let profile = format!("--user-data-dir={}", folder.path().join("profile").display());
         let mut command = Command::new(chromium);
         command.args(["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]);
@@ -82,11 +106,20 @@ fn browser(page: &Path, rows: usize) {
         child.wait().unwrap();
         false
     };
-    assert!(run("--dump-dom"), "{chromium} could not load the page");
+    let asking = folder.path().join("asking.html");
+    std::fs::write(&asking, std::fs::read_to_string(page).unwrap().replace("</body>", LOOK)).unwrap();
+    assert!(run("--dump-dom", &asking), "{chromium} could not load the page");
     let dom = std::fs::read_to_string(folder.path().join("dom")).unwrap();
-    assert_eq!(dom.matches("data-row=").count(), rows, "the browser keeps every point");
+    // The first such text is the question itself.
+    let seen = dom.split("<pre id=\"seen\">").nth(1).and_then(|s| s.split("ROWS\n").nth(1)?.split("\nEND").next());
+    let mut seen: Vec<&str> = seen.expect("the browser answers").lines().collect();
+    let mut expected: Vec<String> = rows.iter().map(|id| format!("{id} | inside | found | clear")).collect();
+    seen.sort_unstable();
+    expected.sort_unstable();
+    assert_eq!(seen, expected, "every row is a point with a label that can be read");
+
     let picture = folder.path().join("page.png");
-    assert!(run(&format!("--screenshot={}", picture.display())), "{chromium} could not paint the page");
+    assert!(run(&format!("--screenshot={}", picture.display()), page), "{chromium} could not paint the page");
     let png = std::fs::read(&picture).unwrap();
     assert!(png.starts_with(b"\x89PNG"));
     let number = |at: usize| u32::from_be_bytes([png[at], png[at + 1], png[at + 2], png[at + 3]]);

@@ -80,9 +80,9 @@ const FULL: Plan = Plan {
     effort: Effort { largest_bytes: 1 << 30, rounds: 7, quick: false },
     cold_bytes: COLD_BYTES,
     budget: Duration::from_millis(600),
-    rounds: (4, 60),
+    rounds: (2, 60),
     attend: &[256, 1024, 4096, 16384, 65536],
-    prefill: &[(0, 1024), (8192, 512), (32768, 64)],
+    prefill: &[(0, 1024), (8192, 128), (32768, 64)],
     append: &[(16, 1024, 1), (1, 0, 64), (1, 0, 512), (1, 0, 4096)],
     sweep_len: 16384,
     sweep_batches: &[1, 4, 16, 64],
@@ -132,13 +132,8 @@ impl Context<'_> {
 
     /// Times contestants in turns for about the plan's budget each.
     fn time(&self, contestants: &mut [Contestant<'_, Error>]) -> Result<Vec<timer::Timing>, SurveyError> {
-        let start = std::time::Instant::now();
-        timer::interleave(contestants, 1)?;
-        // One call is an untimed and a timed round.
-        let round = start.elapsed() / 2;
         let budget = self.plan.budget * u32::try_from(contestants.len()).unwrap_or(u32::MAX);
-        let rounds = timer::rounds_for(budget, round, self.plan.rounds.0, self.plan.rounds.1);
-        Ok(timer::interleave(contestants, rounds)?)
+        Ok(timer::interleave_within(contestants, budget, self.plan.rounds)?)
     }
 }
 
@@ -153,7 +148,7 @@ pub fn survey(settings: &Settings, progress: &mut dyn FnMut(&str)) -> Result<Rep
     let longest = |n: usize| n.max(512);
     let append = plan.append.iter().map(|a| a.2).max().map_or(0, longest);
     let q_rows = plan.prefill.iter().map(|p| p.1).chain(plan.sweep_batches.iter().copied()).max().map_or(0, longest);
-    let data = Data::new(settings.shape, append.max(q_rows), rows::CUT * q_rows);
+    let data = Data::new(settings.shape, append.max(q_rows), q_rows);
 
     progress("prove the kernels right");
     let attention = Mutex::new(attention);

@@ -22,7 +22,7 @@ const HOT_READ_BYTES: usize = 64 << 20;
 /// Shortest requests that a rerun cuts its bytes into.
 const SHORTEST: usize = 256;
 /// Requests that a rerun makes of one.
-pub(super) const CUT: usize = 4;
+const CUT: usize = 4;
 
 /// All rows.
 pub(super) fn measure(c: &Context<'_>, progress: &mut dyn FnMut(&str)) -> Result<Vec<Row>, SurveyError> {
@@ -88,31 +88,36 @@ fn explain(c: &Context<'_>, call: &AttendCall<'_>, row: &Row) -> Result<Verdict,
     let mut split = Attention::new(c.settings.threads, Some(&row.kernel))?;
     split.set_split(Split { ranges_per_unit: Some(1), ..Split::default() });
     let split = Mutex::new(split);
-    let mut contestants = vec![contestant(call, &c.attention), contestant(call, &c.one_thread_attention)];
+    let mut contestants = vec![contestant(call, &c.attention)];
     contestants.extend(more.iter().map(|more| contestant(more, &c.attention)));
-    // Many query rows are never cut by key range: their tiles are work enough.
+    // Many query rows are never cut by key range (their tiles are work enough), and on one thread they take long.
     contestants.extend(decode.then(|| contestant(call, &split)));
+    contestants.extend(decode.then(|| contestant(call, &c.one_thread_attention)));
     let timings = c.time(&mut contestants)?;
     drop(contestants);
-    let per_byte = |t: &Timing, call: &AttendCall<'_>| t.min_ns as f64 / call.work.bytes as f64;
-    let base = per_byte(&timings[0], call);
-    let cut = more.iter().zip(&timings[2..]).map(|(more, t)| base / per_byte(t, more));
-    let finer = decode.then(|| base / per_byte(&timings[timings.len() - 1], call));
+    let speed = |t: &Timing, work: Work| work.ops as f64 / t.min_ns as f64;
+    let base = speed(&timings[0], call.work);
+    let cut = more.iter().zip(&timings[1..]).map(|(more, t)| speed(t, more.work) / base);
+    let finer = decode.then(|| speed(&timings[timings.len() - 2], call.work) / base);
+    let one = decode.then(|| speed(&timings[timings.len() - 1], call.work));
     let reruns = Reruns {
         more_work_in_flight: cut.chain(finer).reduce(f64::max),
-        over_one_thread: (c.settings.threads > 1).then(|| per_byte(&timings[1], call) / base),
+        over_one_thread: one.filter(|_| c.settings.threads > 1).map(|one| base / one),
         hot_over_cold: hot_over_cold(c, call, row, timings[0].min_ns)?,
     };
     Ok(verdict::by_reruns(shares(row), reruns, row.threads))
 }
 
-/// A size with more independent work at the same bytes: one row's request cut into several; several requests of many rows
-/// (cut ones would have fewer operations). None where the pieces would be too short.
+/// A size with more independent work: one row's request cut into several at the same bytes, or many rows of one request as
+/// rows of several that hold as much before them, at about the same operations. None where the pieces would be too short.
 fn more_work(size: Size) -> Option<Size> {
     let Size { batch, kv_len, new_rows } = size;
     match new_rows {
         1 => (kv_len / CUT >= SHORTEST).then_some(Size { batch: batch * CUT, kv_len: kv_len / CUT, new_rows }),
-        _ => Some(Size { batch: batch * CUT, ..size }),
+        _ => {
+            let rows = new_rows / CUT;
+            (rows > 0).then_some(Size { batch: batch * CUT, kv_len: kv_len - new_rows + rows, new_rows: rows })
+        }
     }
 }
 
@@ -332,12 +337,13 @@ mod tests {
     }
 
     #[test]
-    fn reruns_have_more_independent_work_and_no_fewer_bytes() {
+    fn reruns_have_more_independent_work_and_as_many_operations() {
         let size = |batch, kv_len, new_rows| Size { batch, kv_len, new_rows };
         let cut = more_work(size(1, 4096, 1)).unwrap();
         assert_eq!((cut.batch, cut.kv_len, cut.new_rows), (4, 1024, 1));
         assert!(more_work(size(1, 1023, 1)).is_none() && more_work(size(1, 1024, 1)).is_some());
         let many = more_work(size(1, 600, 64)).unwrap();
-        assert_eq!((many.batch, many.kv_len, many.new_rows), (4, 600, 64));
+        assert_eq!((many.batch, many.kv_len, many.new_rows), (4, 552, 16));
+        assert!(more_work(size(1, 600, 3)).is_none());
     }
 }
