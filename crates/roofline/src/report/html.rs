@@ -24,7 +24,8 @@ caption { text-align: left; color: #505a64; padding: 4px 0; }
 th, td { padding: 4px 8px; text-align: right; border-bottom: 1px solid #e6e9ed; white-space: nowrap; }
 th { color: #505a64; font-weight: 600; border-bottom: 1px solid #aab2bb; vertical-align: bottom; }
 .l { text-align: left; }
-.why { text-align: left; white-space: normal; color: #505a64; min-width: 190px; }
+.why td { text-align: left; white-space: normal; color: #505a64; padding: 0 8px 6px 24px; }
+tr.more td { border-bottom: none; }
 tr:target td { background: #fff3cd; }
 .v { display: inline-block; padding: 0 7px; border-radius: 9px; border: 1px solid; font-size: 12px; }
 .memory { color: #00573a; background: #e3f4ec; } .compute { color: #0b3f73; background: #e4eef9; }
@@ -36,7 +37,7 @@ tr:target td { background: #fff3cd; }
 .scroll { overflow-x: auto; }
 svg.plot { width: 100%; height: auto; display: block; margin: 8px 0; font-family: inherit; }
 .grid { stroke: #e6e9ed; } .frame { fill: none; stroke: #8a939c; } .tick { font-size: 12px; fill: #505a64; }
-.axis { font-size: 13px; fill: #1c2024; } .roof { stroke: #3c454e; stroke-width: 1.6; }
+.axis { font-size: 13px; fill: #1c2024; } .roof { stroke: #3c454e; stroke-width: 1.6; } .faint { stroke-opacity: .3; }
 .roofname { font-size: 11.5px; fill: #3c454e; } .label { font-size: 11px; }
 .leader { stroke: #b4bbc3; stroke-width: 1; }
 svg a:hover .label, svg a:focus .label { font-weight: 700; text-decoration: underline; }
@@ -133,9 +134,7 @@ fn table(page: &mut String, report: &Report, op: Op) {
     if matmul {
         page.push_str("<th>% of<br>matmul</th>");
     }
-    page.push_str(
-        "<th>times<br>smallest</th><th class=\"l\">verdict</th><th class=\"l\">why</th></tr></thead>\n<tbody>\n",
-    );
+    page.push_str("<th>times<br>smallest</th><th class=\"l\">verdict</th></tr></thead>\n<tbody>\n");
     for row in report.rows_of(op) {
         line(page, row);
     }
@@ -144,9 +143,12 @@ fn table(page: &mut String, report: &Report, op: Op) {
 
 fn line(page: &mut String, r: &Row) {
     let matmul = r.pct_of_matmul.map_or(String::new(), |p| format!("<td>{p:.0}</td>"));
+    // What shares and times decide stands in the line's columns; what reruns showed gets a line of its own.
+    let told = matches!(r.verdict.bound, Bound::Memory | Bound::Compute | Bound::Dispatch);
+    let more = if told { "" } else { " class=\"more\"" };
     let _ = writeln!(
         page,
-        "<tr id=\"row-{}\"><td class=\"l\">{}</td><td class=\"l\">{}</td><td>{}</td><td>{}</td><td>{}</td><td>{:.1}</td><td>{:.1}</td><td>{:.0}</td><td>{:.1}</td><td>{:.0}</td>{matmul}<td>{:.1}</td><td class=\"l\">{}</td><td class=\"why\">{}</td></tr>",
+        "<tr id=\"row-{}\"{more}><td class=\"l\">{}</td><td class=\"l\">{}</td><td>{}</td><td>{}</td><td>{}</td><td>{:.1}</td><td>{:.1}</td><td>{:.0}</td><td>{:.1}</td><td>{:.0}</td>{matmul}<td>{:.1}</td><td class=\"l\">{}</td></tr>",
         escape(&r.id()),
         escape(&r.scheme),
         escape(&r.size()),
@@ -160,8 +162,11 @@ fn line(page: &mut String, r: &Row) {
         r.pct_of_compute,
         r.times_floor,
         badge(r.verdict.bound),
-        escape(&r.verdict.why),
     );
+    if !told {
+        let columns = if r.pct_of_matmul.is_some() { 13 } else { 12 };
+        let _ = writeln!(page, "<tr class=\"why\"><td colspan=\"{columns}\">{}</td></tr>", escape(&r.verdict.why));
+    }
 }
 
 fn ceilings(page: &mut String, r: &Report) {
@@ -285,9 +290,11 @@ mod tests {
             for part in [format!("data-row=\"{}\"", row.id()), format!("href=\"#row-{}\"", row.id())] {
                 assert_eq!(page.matches(&part).count(), 1, "{part}");
             }
-            assert_eq!(page.matches(&format!("<tr id=\"row-{}\">", row.id())).count(), 1);
+            assert_eq!(page.matches(&format!("<tr id=\"row-{}\"", row.id())).count(), 1);
         }
         assert_eq!(page.matches("data-row=").count(), report.rows.len());
+        let rerun = [Bound::Occupancy, Bound::Unexplained].map(|b| report.count(b)).iter().sum::<usize>();
+        assert_eq!(page.matches("<tr class=\"why\">").count(), rerun, "what reruns showed is told");
     }
 
     #[test]

@@ -10,6 +10,8 @@ use std::fmt::Write;
 const WIDTH: f64 = 960.0;
 const HEIGHT: f64 = 540.0;
 const FRAME: Area = Area { left: 74.0, top: 16.0, right: 944.0, bottom: 482.0 };
+/// Times that the plot goes on to the left of where the fastest bandwidth meets the highest peak.
+const ROOF_SPAN: f64 = 6.0;
 /// Width of a letter of a label, measured generously: fonts differ.
 const LETTER: f64 = 6.3;
 
@@ -148,6 +150,12 @@ fn axes(rows: &[&Row], roofs: &[Roof]) -> (Axis, Axis) {
     left /= missing;
     right *= missing;
     let level = roofs.iter().filter(|r| !r.slanted).map(|r| r.value);
+    // Far enough to the left for every bandwidth to be a line long enough for its name.
+    let fastest = roofs.iter().filter(|r| r.slanted).map(|r| r.value).fold(0.0, f64::max);
+    let meets = level.clone().fold(0.0, f64::max) / fastest;
+    if meets.is_finite() && meets > 0.0 {
+        left = left.min(meets / ROOF_SPAN);
+    }
     let slanted = roofs.iter().filter(|r| r.slanted).map(|r| r.value * left);
     let (low, high) = span(&mut rows.iter().map(|r| r.gops).chain(level), 1.6);
     let low = slanted.fold(low, |low, s| if s > low / 3.0 { low.min(s / 1.1) } else { low });
@@ -215,9 +223,11 @@ fn draw_roofs(svg: &mut String, roofs: &[Roof], x: &Axis, y: &Axis) -> Vec<Area>
             );
             let long = (x2 - x1).hypot(y2 - y1);
             if long > width + 16.0 {
-                // Along the line, from its lower end, just above it.
+                // Along the line, from its lower end: above the fastest, below the others, which may be close to it.
+                let fastest = roofs.iter().all(|r| !r.slanted || r.value <= roof.value);
+                let off = if fastest { 5.0 } else { -13.0 };
                 let (dx, dy) = ((x2 - x1) / long, (y2 - y1) / long);
-                let (tx, ty) = (x1 + 10.0 * dx + 5.0 * dy, y1 + 10.0 * dy - 5.0 * dx.abs());
+                let (tx, ty) = (x1 + 22.0 * dx + off * dy, y1 + 22.0 * dy - off * dx);
                 let _ = writeln!(
                     svg,
                     "<text class=\"roofname\" x=\"{tx:.1}\" y=\"{ty:.1}\" transform=\"rotate({angle:.2} {tx:.1} {ty:.1})\">{}</text>",
@@ -232,12 +242,15 @@ fn draw_roofs(svg: &mut String, roofs: &[Roof], x: &Axis, y: &Axis) -> Vec<Area>
         } else {
             let at = y.at(roof.value);
             let from = roofs.iter().filter(|r| r.slanted).map(|r| roof.value / r.value).fold(f64::INFINITY, f64::min);
+            // Where bandwidth is the lower ceiling the line goes on, faint: it may meet no bandwidth inside the frame.
             let x1 = x.at(from.clamp(x.low, x.high));
-            let _ = writeln!(
-                svg,
-                "<line class=\"roof\" x1=\"{x1:.1}\" y1=\"{at:.1}\" x2=\"{}\" y2=\"{at:.1}\" stroke-dasharray=\"{}\"/>",
-                FRAME.right, roof.dash
-            );
+            for (class, from, to) in [("roof faint", FRAME.left, x1), ("roof", x1, FRAME.right)] {
+                let _ = writeln!(
+                    svg,
+                    "<line class=\"{class}\" x1=\"{from:.1}\" y1=\"{at:.1}\" x2=\"{to:.1}\" y2=\"{at:.1}\" stroke-dasharray=\"{}\"/>",
+                    roof.dash
+                );
+            }
             // Above its line, or below it where another name is in the way.
             let place = |baseline: f64| Area {
                 left: FRAME.right - 6.0 - width,
@@ -347,6 +360,33 @@ mod tests {
             assert_eq!(svg.matches("data-row=").count(), report.rows_of(op).count());
             assert!(!svg.contains("NaN") && !svg.contains("inf"));
         }
+    }
+
+    #[test]
+    fn every_ceiling_is_a_named_line_even_where_bandwidths_are_close() {
+        let mut report = example();
+        report.ceilings.read[0].gbps = 1.02 * report.ceilings.memory_read();
+        for op in Op::ALL {
+            let svg = roofline(&report, op);
+            for roof in roofs(&report, op) {
+                assert!(svg.contains(&format!(">{}</text>", roof.name)), "{op}: {}", roof.name);
+            }
+            let levels = roofs(&report, op).iter().filter(|r| !r.slanted).count();
+            assert_eq!(svg.matches("class=\"roof faint\"").count(), levels);
+        }
+        // Names of close lines lie on different sides of them: further apart than the text is high.
+        let svg = roofline(&report, Op::Attend);
+        let baselines: Vec<(f64, f64)> = svg
+            .match_indices("transform=\"rotate(")
+            .filter(|(at, _)| svg[..*at].ends_with("\" ") && svg[..*at].rfind("roofname") > svg[..*at].rfind("</"))
+            .map(|(at, start)| {
+                let numbers = svg[at + start.len()..].split(')').next().unwrap();
+                let mut numbers = numbers.split(' ').skip(1).map(|n| n.parse().unwrap());
+                (numbers.next().unwrap(), numbers.next().unwrap())
+            })
+            .collect();
+        let [(ax, ay), (bx, by)] = baselines[..] else { panic!("two slanted names: {baselines:?}") };
+        assert!((ax - bx).hypot(ay - by) > 12.0, "{baselines:?}");
     }
 
     #[test]
