@@ -208,3 +208,41 @@ fn verdict(rows: &[Row]) -> Vec<String> {
     );
     lines
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A row in which fused takes 100 and the two others what is given.
+    fn row(kv_len: usize, rows: usize, both: u64, second: u64) -> Row {
+        Row {
+            scheme: "k4v4g64".into(),
+            kv_heads: 8,
+            gqa_ratio: 4,
+            head_dim: 128,
+            kv_len,
+            rows,
+            fused_min_ns: 100,
+            fused_median_ns: 100,
+            both_passes_min_ns: both,
+            both_passes_median_ns: both,
+            second_pass_min_ns: second,
+            second_pass_median_ns: second,
+            both_vs_fused: ratio(both, 100),
+            both_vs_fused_min: ratio(both, 100),
+            second_vs_fused: ratio(second, 100),
+            second_vs_fused_min: ratio(second, 100),
+            distance: 1e-4,
+        }
+    }
+
+    #[test]
+    fn the_crossover_is_where_two_passes_take_less() {
+        let rows = [row(128, 1, 130, 90), row(512, 1, 300, 100), row(512, 64, 90, 80)];
+        let words = verdict(&rows);
+        assert!(words[0].contains("both passes take 1.30x to 3.00x of fused"), "{words:?}");
+        assert!(words[0].contains("they win at none of the sizes from 128 to 512 tokens"), "{words:?}");
+        assert!(words[0].contains("the second pass alone wins at 128 tokens"), "{words:?}");
+        assert!(words[1].contains("over 512 tokens") && words[1].contains("they win at 64 rows"), "{words:?}");
+    }
+}

@@ -122,10 +122,12 @@ fn by_units(rows: &[Row]) -> Vec<(usize, f64)> {
     best.into_iter().collect()
 }
 
-/// Fewest units from which on every number of units reaches all but the noise of `top`.
-fn enough(by_units: &[(usize, f64)], top: f64) -> Option<usize> {
-    let fed = by_units.iter().rev().take_while(|(_, pct)| *pct >= top * (1.0 - NOISE));
-    fed.last().map(|(units, _)| *units)
+/// Fewest units that reach all but the noise of `top`, and the larger numbers that do not: what starves, and what is cut
+/// too small.
+fn enough(by_units: &[(usize, f64)], top: f64) -> (usize, Vec<usize>) {
+    let fed = |pct: f64| pct >= top * (1.0 - NOISE);
+    let fewest = by_units.iter().find(|(_, pct)| fed(*pct)).map_or(0, |(units, _)| *units);
+    (fewest, by_units.iter().filter(|(units, pct)| *units > fewest && !fed(*pct)).map(|(units, _)| *units).collect())
 }
 
 fn verdict(rows: &[Row], threads: usize) -> Vec<String> {
@@ -136,18 +138,17 @@ fn verdict(rows: &[Row], threads: usize) -> Vec<String> {
         let top = units.iter().map(|(_, pct)| *pct).fold(0.0, f64::max);
         let list: Vec<_> = units.iter().map(|(n, pct)| format!("{n}: {pct:.0}")).collect();
         lines.push(format!("{scheme}, best % of read bandwidth by units in flight: {}", list.join(", ")));
-        lines.push(match enough(&units, top) {
-            Some(n) => format!(
-                "{scheme}: from {n} units on ({:.1} per thread) every number of units reaches {:.0} % of the best; with fewer, \
-                 a step can starve",
-                n as f64 / threads as f64,
-                100.0 * (1.0 - NOISE),
-            ),
-            None => format!(
-                "{scheme}: the most units reach less than {:.0} % of the best: small pieces cost more than they feed",
-                100.0 * (1.0 - NOISE)
-            ),
-        });
+        let (fewest, lost) = enough(&units, top);
+        let lost: Vec<_> = lost.iter().map(ToString::to_string).collect();
+        let lost = match lost.is_empty() {
+            true => "every larger number does too".to_string(),
+            false => format!("of the larger numbers {} do not", lost.join(", ")),
+        };
+        lines.push(format!(
+            "{scheme}: {fewest} units ({:.1} per thread) are the fewest that reach {:.0} % of the best; {lost}",
+            fewest as f64 / threads as f64,
+            100.0 * (1.0 - NOISE),
+        ));
         let rule: Vec<_> = scheme_rows.iter().filter(|r| r.rule).collect();
         let worst = rule.iter().min_by(|a, b| a.pct_of_read.total_cmp(&b.pct_of_read));
         if let Some(w) = worst {
@@ -168,9 +169,35 @@ mod tests {
     #[test]
     fn enough_units_is_where_nothing_starves_any_more() {
         let units = [(1, 40.0), (2, 80.0), (3, 60.0), (4, 79.0), (8, 75.0)];
-        assert_eq!(enough(&units, 80.0), Some(4));
-        assert_eq!(enough(&units[..2], 80.0), Some(2));
-        assert_eq!(enough(&[(1, 80.0), (2, 40.0)], 80.0), None);
+        assert_eq!(enough(&units, 80.0), (2, vec![3]));
+        assert_eq!(enough(&units[..2], 80.0), (2, vec![]));
+        assert_eq!(enough(&[(1, 80.0), (2, 40.0)], 80.0), (1, vec![2]));
+    }
+
+    #[test]
+    fn verdicts_name_what_starves_and_where_the_rule_is_worst() {
+        let row = |batch, units, pct_of_read, rule| Row {
+            scheme: "f16".into(),
+            batch,
+            kv_heads: 1,
+            gqa_ratio: 4,
+            head_dim: 128,
+            kv_len: 512,
+            ranges_per_unit: 1,
+            units,
+            units_per_thread: 0.0,
+            rule,
+            bytes: 1,
+            min_ns: 1,
+            median_ns: 1,
+            gbps: 1.0,
+            read_gbps: 1.0,
+            pct_of_read,
+        };
+        let lines = verdict(&[row(1, 1, 30.0, true), row(1, 2, 80.0, false), row(4, 4, 20.0, true)], 2);
+        assert!(lines[0].contains("1: 30, 2: 80, 4: 20"), "{lines:?}");
+        assert!(lines[1].contains("2 units (1.0 per thread)") && lines[1].contains("numbers 4 do not"), "{lines:?}");
+        assert!(lines[2].contains("20 % of read bandwidth at worst (4 requests"), "{lines:?}");
     }
 
     #[test]
