@@ -3,7 +3,7 @@
 
 use crate::commands::roofline;
 use crate::models;
-use crate::units::{parse_bytes, parse_count};
+use crate::units::{parse_bytes, parse_count, parse_whole};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kvant_kv::Arm;
 use std::path::PathBuf;
@@ -57,29 +57,63 @@ pub struct Machine {
     #[arg(long, value_name = "DEVICE", default_value = "cpu", help_heading = "Machine")]
     pub device: String,
     /// Threads [default: every core this process may use]
-    #[arg(long, value_name = "N", value_parser = parse_threads, help_heading = "Machine")]
+    #[arg(long, allow_negative_numbers = true, value_name = "N", value_parser = parse_threads, help_heading = "Machine")]
     pub threads: Option<usize>,
 }
 
-/// Most threads `--threads` takes: beyond the largest machines, below what exhausts a system.
-const MAX_THREADS: usize = 1024;
+/// Cores this process may use.
+pub fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, |n| n.get())
+}
+
+/// Most threads `--threads` takes. Threads that share a core wait for each other: with 2 cores, 16 threads decode as fast as
+/// 2, 64 at half the speed, 128 at an eighth, and 1000 look like a program that hangs.
+fn most_threads(cores: usize) -> usize {
+    (4 * cores).max(16)
+}
 
 fn parse_threads(text: &str) -> Result<usize, String> {
+    let cores = cores();
+    let most = most_threads(cores);
     match parse_count(text)? {
-        n if n > MAX_THREADS => Err(format!("must be at most {MAX_THREADS}")),
+        n if n > most => Err(format!(
+            "must be at most {most} here: four for each core ({cores} on this machine), and no fewer than 16; more only wait \
+             for each other"
+        )),
         n => Ok(n),
     }
+}
+
+/// Most rounds of a bench: each leaves its time in memory, and this many answer any question.
+const MAX_ROUNDS: usize = 100_000;
+
+fn parse_rounds(text: &str) -> Result<usize, String> {
+    match parse_count(text)? {
+        n if n > MAX_ROUNDS => Err(format!("must be at most {MAX_ROUNDS}")),
+        n => Ok(n),
+    }
+}
+
+fn parse_top_k(text: &str) -> Result<usize, String> {
+    // Beyond any vocabulary it keeps all tokens, however much beyond.
+    parse_whole(text).map(|k| usize::try_from(k).unwrap_or(usize::MAX))
 }
 
 /// `kvant pull`
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   kvant pull
-  KVANT_MODELS=/srv/models kvant pull smollm2-135m")]
+  KVANT_MODELS=/srv/models kvant pull smollm2-135m
+
+A pull that was killed leaves a folder .pull-* beside the models; the next pull removes it.
+--device and --threads are taken, as by every command, and change nothing here.")]
 pub struct PullArgs {
     /// Name of the model
     #[arg(value_name = "MODEL", default_value = models::DEFAULT)]
     pub model: String,
+    /// Where to run.
+    #[command(flatten)]
+    pub machine: Machine,
 }
 
 /// `kvant generate`
@@ -109,7 +143,7 @@ pub struct GenerateArgs {
     #[arg(long)]
     pub chat: bool,
     /// Most tokens to generate per prompt
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = parse_count)]
+    #[arg(long, allow_negative_numbers = true, value_name = "N", default_value_t = 128, value_parser = parse_count)]
     pub max_tokens: usize,
     /// How tokens are chosen.
     #[command(flatten)]
@@ -130,19 +164,19 @@ pub struct GenerateArgs {
 #[derive(Debug, Clone, Args)]
 pub struct SamplingArgs {
     /// 0 takes the likeliest token; higher is more varied
-    #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = parse_temperature, help_heading = "Sampling")]
+    #[arg(long, allow_negative_numbers = true, value_name = "T", default_value_t = 0.0, value_parser = parse_temperature, help_heading = "Sampling")]
     pub temperature: f32,
     /// Keep the K likeliest tokens (0: all)
-    #[arg(long, value_name = "K", default_value_t = 0, help_heading = "Sampling")]
+    #[arg(long, allow_negative_numbers = true, value_name = "K", default_value_t = 0, value_parser = parse_top_k, help_heading = "Sampling")]
     pub top_k: usize,
     /// Keep the likeliest tokens that together reach this probability
-    #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = parse_top_p, help_heading = "Sampling")]
+    #[arg(long, allow_negative_numbers = true, value_name = "P", default_value_t = 1.0, value_parser = parse_top_p, help_heading = "Sampling")]
     pub top_p: f32,
     /// Keep tokens at least this fraction as likely as the likeliest
-    #[arg(long, value_name = "P", default_value_t = 0.0, value_parser = parse_min_p, help_heading = "Sampling")]
+    #[arg(long, allow_negative_numbers = true, value_name = "P", default_value_t = 0.0, value_parser = parse_min_p, help_heading = "Sampling")]
     pub min_p: f32,
     /// Seed of the choice
-    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Sampling")]
+    #[arg(long, allow_negative_numbers = true, value_name = "N", default_value_t = 0, value_parser = parse_whole, help_heading = "Sampling")]
     pub seed: u64,
 }
 
@@ -212,6 +246,9 @@ pub struct BenchArgs {
     /// Run every bench once at a tiny size
     #[arg(long)]
     pub test: bool,
+    /// Where to run.
+    #[command(flatten)]
+    pub machine: Machine,
     /// What to measure.
     #[command(subcommand)]
     pub bench: Option<Bench>,
@@ -277,7 +314,7 @@ pub struct AttendArgs {
     #[arg(long)]
     pub hot: bool,
     /// Rounds to time [default: about two seconds per scheme]
-    #[arg(long, value_name = "N", value_parser = parse_count)]
+    #[arg(long, allow_negative_numbers = true, value_name = "N", value_parser = parse_rounds)]
     pub rounds: Option<usize>,
     /// Where to run.
     #[command(flatten)]
@@ -299,13 +336,13 @@ pub struct DecodeArgs {
     #[arg(long, value_name = "MODEL", default_value = models::DEFAULT)]
     pub model: String,
     /// Requests decoded together, comma-separated
-    #[arg(long, value_name = "N1,N2,..", default_value = "1,4,16", value_delimiter = ',', value_parser = parse_count)]
+    #[arg(long, allow_negative_numbers = true, value_name = "N1,N2,..", default_value = "1,4,16", value_delimiter = ',', value_parser = parse_count)]
     pub batch: Vec<usize>,
     /// Tokens of each prompt
-    #[arg(long, value_name = "TOKENS", default_value_t = 1024, value_parser = parse_count)]
+    #[arg(long, allow_negative_numbers = true, value_name = "TOKENS", default_value_t = 1024, value_parser = parse_count)]
     pub prompt_len: usize,
     /// Tokens decoded per request; must cross two flushes of a group
-    #[arg(long, value_name = "N", default_value_t = 96, value_parser = parse_count)]
+    #[arg(long, allow_negative_numbers = true, value_name = "N", default_value_t = 96, value_parser = parse_count)]
     pub steps: usize,
     /// Packed scheme of all arms but f16
     #[arg(long, value_name = "SCHEME", default_value = DEFAULT_SCHEME)]
@@ -399,11 +436,11 @@ pub struct RooflineArgs {
   kvant info --memory 80GiB --len 32768 --shape layers=32,q=32,kv=8,d=128 --kv f16,k4v4g64w128s4p512 --json")]
 pub struct InfoArgs {
     /// Memory for the cache alone, without the model's weights [default: what is available now]
-    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    #[arg(long, allow_negative_numbers = true, value_name = "SIZE", value_parser = parse_bytes)]
     pub memory: Option<usize>,
-    /// Tokens of each request
-    #[arg(long, value_name = "TOKENS", default_value_t = 4096, value_parser = parse_count)]
-    pub len: usize,
+    /// Tokens of each request [default: 4096, or the model's context where that is smaller]
+    #[arg(long, allow_negative_numbers = true, value_name = "TOKENS", value_parser = parse_count)]
+    pub len: Option<usize>,
     /// Model whose layers count: a name or a path to a .gguf file [default: smollm2-135m]
     #[arg(long, value_name = "MODEL", conflicts_with = "shape")]
     pub model: Option<String>,
@@ -435,7 +472,7 @@ pub struct DemoArgs {
     #[arg(long, value_name = "MODEL", default_value = models::DEFAULT)]
     pub model: String,
     /// Tokens to generate per prompt
-    #[arg(long, value_name = "N", default_value_t = 96, value_parser = parse_count)]
+    #[arg(long, allow_negative_numbers = true, value_name = "N", default_value_t = 96, value_parser = parse_count)]
     pub max_tokens: usize,
     /// Where to run.
     #[command(flatten)]
@@ -454,7 +491,10 @@ mod tests {
 
     #[test]
     fn numbers_out_of_range_are_refused() {
-        assert!(parse_threads("0").is_err() && parse_threads("1025").is_err() && parse_threads("2").is_ok());
+        assert!(parse_threads("0").is_err() && parse_threads("1000000").is_err() && parse_threads("8").is_ok());
+        assert_eq!([1, 2, 4, 5, 128].map(most_threads), [16, 16, 16, 20, 512]);
+        assert!(parse_rounds("100001").is_err() && parse_rounds("100000").is_ok());
+        assert_eq!(parse_top_k("18446744073709551615"), Ok(usize::MAX));
         for bad in ["-0.1", "NaN", "inf", "x", "101"] {
             assert!(parse_temperature(bad).is_err(), "{bad}");
         }

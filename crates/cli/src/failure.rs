@@ -1,6 +1,8 @@
 //! How the program fails. In: what went wrong, or clap's error; out: one `error:` line, one `hint:` line, an exit code.
 //! NOT here: checking anything; libraries and commands do that and bring their own words.
 
+use crate::args::Cli;
+use clap::CommandFactory;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use std::fmt;
 
@@ -42,8 +44,8 @@ impl Failure {
         )
     }
 
-    /// clap's message in this program's form.
-    pub fn from_clap(error: &clap::Error) -> Self {
+    /// clap's message about these words, the program's name first, in this program's form.
+    pub fn from_clap(error: &clap::Error, words: &[String]) -> Self {
         let given = |kind| match error.get(kind) {
             Some(ContextValue::String(s)) => Some(s.as_str()),
             _ => None,
@@ -62,18 +64,27 @@ impl Failure {
         let text = error.render().to_string();
         let what = text.strip_prefix("error: ").unwrap_or(&text);
         let what = what.split("\n\n").next().unwrap_or(what);
-        let tip = text.lines().find_map(|l| l.trim().strip_prefix("tip: "));
-        let help = match text.lines().find_map(|l| l.strip_prefix("Usage: ")) {
-            // The command is every word before the first flag or value.
-            Some(usage) => {
-                let words: Vec<_> =
-                    usage.split(' ').take_while(|w| w.starts_with(|c: char| c.is_ascii_lowercase())).collect();
-                format!("`{} --help` shows what it takes", words.join(" "))
-            }
-            None => "`kvant --help` shows every command".to_string(),
+        // Nobody who typed an unknown flag wants it taken for a value.
+        let tips = text.lines().filter_map(|l| l.trim().strip_prefix("tip: "));
+        let tip = tips.into_iter().find(|tip| !tip.starts_with("to pass "));
+        let help = match command_of(words).as_str() {
+            "kvant" => "`kvant --help` shows every command".to_string(),
+            command => format!("`{command} --help` shows what it takes"),
         };
         Self::input(what, tip.map_or(help.clone(), |t| format!("{t}; {help}")))
     }
+}
+
+/// The command that the words name, down to the last subcommand that there is.
+fn command_of(words: &[String]) -> String {
+    let mut command = Cli::command();
+    let mut name = command.get_name().to_string();
+    for word in words.iter().skip(1) {
+        let Some(subcommand) = command.find_subcommand(word).cloned() else { break };
+        command = subcommand;
+        name = format!("{name} {word}");
+    }
+    name
 }
 
 /// Line breaks and the spaces around them become one space: the contract is one line.
@@ -126,6 +137,8 @@ impl From<kvant_engine::Error> for Failure {
                 return Self::input(format!("prompt {} is empty", request + 1), "give at least one word");
             }
             E::Threads { .. } => "give --threads a number from 1 to the cores of this machine",
+            E::Read { .. } => "check that the file is there, that it is a file, and that you may read it",
+            E::PromptTooLarge { .. } => "shorten the prompt",
             E::NotGguf { .. } | E::DamagedGguf { .. } => {
                 "give --model a complete .gguf file; `kvant pull` fetches one that is known to work"
             }
@@ -135,7 +148,8 @@ impl From<kvant_engine::Error> for Failure {
                 "a scheme file is TOML: default = \"k4v4g64w128s4p512\", then [layers] with entries such as \"0-3\" = \"k8v8g64\""
             }
             E::NanLogit { .. } => "the model's weights are damaged or of a kind that this engine misreads",
-            _ => "`kvant pull` fetches a model that is known to work",
+            // What is left is about the model file: its architecture, metadata, tensors, tokenizer.
+            _ => "give --model another .gguf file; `kvant pull` fetches one that is known to work",
         };
         Self::input(e, hint)
     }
@@ -155,5 +169,14 @@ mod tests {
         assert_eq!(f.to_string(), "error: a b c\nhint: d e");
         assert_eq!(f.code, 2);
         assert_eq!(Failure::proof("x", "y").code, 1);
+    }
+
+    #[test]
+    fn hints_name_the_command_that_was_meant() {
+        let of = |line: &str| command_of(&line.split(' ').map(String::from).collect::<Vec<_>>());
+        assert_eq!(of("kvant"), "kvant");
+        assert_eq!(of("kvant frobnicate"), "kvant");
+        assert_eq!(of("kvant generate --prompt bench"), "kvant generate");
+        assert_eq!(of("kvant bench attend --rounds x"), "kvant bench attend");
     }
 }

@@ -23,9 +23,12 @@ fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(e) if matches!(e.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => {
-            return finish(output::text(&e.render().to_string()));
+            return finish(output::text("the help", &e.render().to_string()));
         }
-        Err(e) => return finish(Err(Failure::from_clap(&e).into())),
+        Err(e) => {
+            let words: Vec<_> = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
+            return finish(Err(Failure::from_clap(&e, &words).into()));
+        }
     };
     finish(run(cli.command))
 }
@@ -41,13 +44,16 @@ fn run(command: Command) -> anyhow::Result<()> {
     }
 }
 
-/// Turns a result into an exit code; an error without a hint of its own gets the general one.
+/// Turns a result into an exit code. What a user can cause brings its own hint; the general one is for the rest.
 fn finish(result: anyhow::Result<()>) -> ExitCode {
     let Err(error) = result else { return ExitCode::SUCCESS };
     let failure = match error.downcast::<Failure>() {
         Ok(failure) => failure,
-        Err(error) => Failure::input(format!("{error:#}"), "`kvant --help` shows every command with examples"),
+        Err(error) => Failure::input(
+            format!("{error:#}"),
+            "the command line is not at fault; check disk, memory and permissions, and report it if they are fine",
+        ),
     };
-    eprintln!("{failure}");
+    output::note(&failure);
     ExitCode::from(failure.code)
 }

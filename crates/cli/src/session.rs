@@ -5,14 +5,35 @@ use crate::args::ArmName;
 use crate::failure::{Failure, SCHEME_HINT};
 use crate::{models, progress};
 use anyhow::Result;
+use kvant_engine::gguf::Gguf;
+use kvant_engine::model::Config;
 use kvant_engine::{Arm, Engine, EngineOptions, Event, LoadedModel, Message, Products, Schemes, load_schemes};
+use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Loads the model that `--model` names, with a bar.
+/// A model file whose header has been read: what flags ask for is checked against it before anything slow begins.
+pub struct Located {
+    path: PathBuf,
+    /// The numbers of the model.
+    pub config: Config,
+}
+
+/// Finds the model that `--model` names and reads its header.
 ///
 /// # Errors
 /// [`Failure`] for a model that is not there or cannot be used.
-pub fn load(model: &str, threads: usize) -> Result<Arc<LoadedModel>> {
+pub fn locate(model: &str) -> Result<Located> {
+    let path = models::find(model)?;
+    let gguf = Gguf::open(&path).map_err(Failure::from)?;
+    let config = Config::read(&gguf).map_err(Failure::from)?;
+    Ok(Located { path, config })
+}
+
+/// Loads a model, with a bar.
+///
+/// # Errors
+/// [`Failure`] for a model that cannot be used.
+pub fn load(model: &Located, threads: usize) -> Result<Arc<LoadedModel>> {
     load_under(progress::percent("load the model"), model, threads)
 }
 
@@ -20,13 +41,12 @@ pub fn load(model: &str, threads: usize) -> Result<Arc<LoadedModel>> {
 ///
 /// # Errors
 /// As [`load`].
-pub fn load_silently(model: &str, threads: usize) -> Result<Arc<LoadedModel>> {
+pub fn load_silently(model: &Located, threads: usize) -> Result<Arc<LoadedModel>> {
     load_under(indicatif::ProgressBar::hidden(), model, threads)
 }
 
-fn load_under(bar: indicatif::ProgressBar, model: &str, threads: usize) -> Result<Arc<LoadedModel>> {
-    let path = models::find(model)?;
-    let loaded = LoadedModel::load(&path, threads, Products::default(), &|done, all| {
+fn load_under(bar: indicatif::ProgressBar, model: &Located, threads: usize) -> Result<Arc<LoadedModel>> {
+    let loaded = LoadedModel::load(&model.path, threads, Products::default(), &|done, all| {
         bar.set_length(all);
         bar.set_position(done);
     });

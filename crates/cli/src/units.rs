@@ -1,5 +1,7 @@
 //! Numbers for people. In: bytes, counts, text such as `8GiB`; out: aligned text or numbers. NOT here: tables (table.rs).
 
+use std::num::IntErrorKind;
+
 /// Bytes of one mebibyte.
 const MIB: f64 = 1024.0 * 1024.0;
 
@@ -29,6 +31,9 @@ pub fn time(ns: u64) -> String {
 /// # Errors
 /// A sentence for anything else, for zero, and for sizes beyond this machine's integers.
 pub fn parse_bytes(text: &str) -> Result<usize, String> {
+    if text.trim_start().starts_with('-') {
+        return Err("a size must be at least one byte".into());
+    }
     let at = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(at);
     let factor: f64 = match unit.trim() {
@@ -65,8 +70,17 @@ pub fn parse_count(text: &str) -> Result<usize, String> {
         Ok(0) => Err("must be at least 1".into()),
         Ok(n) if n > MAX_COUNT => Err(format!("must be at most {MAX_COUNT}")),
         Ok(n) => Ok(n),
+        Err(e) if *e.kind() == IntErrorKind::PosOverflow => Err(format!("must be at most {MAX_COUNT}")),
         Err(_) => Err("must be a whole number of at least 1".into()),
     }
+}
+
+/// Parses a whole number from 0 on, up to the largest there is.
+///
+/// # Errors
+/// A sentence for anything else.
+pub fn parse_whole(text: &str) -> Result<u64, String> {
+    text.parse().map_err(|_| format!("must be a whole number from 0 to {}", u64::MAX))
 }
 
 #[cfg(test)]
@@ -96,6 +110,12 @@ mod tests {
         assert_eq!(parse_count("3"), Ok(3));
         for bad in ["0", "-1", "1.5", "many", "", "9999999999999999"] {
             assert!(parse_count(bad).is_err(), "{bad}");
+        }
+        assert!(parse_count("99999999999999999999").unwrap_err().contains("at most"));
+        assert_eq!(parse_whole("0"), Ok(0));
+        assert_eq!(parse_whole("18446744073709551615"), Ok(u64::MAX));
+        for bad in ["-1", "18446744073709551616", "x", "1.0", ""] {
+            assert!(parse_whole(bad).unwrap_err().contains("from 0 to 18446744073709551615"), "{bad}");
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Times prefill and decoding of the real model, part by part.
 //! Usage: decode_time [threads] [prompt tokens] [requests] [scheme] [steps].
 use kvant_engine::{Arm, Engine, EngineOptions, LoadedModel, Products, Request, load_schemes};
+use std::ops::ControlFlow::Continue;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -21,7 +22,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let requests = (0..requests)
             .map(|i| Request { ignore_end: true, ..Request::greedy(tokens[i..prompt + i].to_vec(), steps) })
             .collect();
-        let made = engine.generate(requests, &mut |_| {})?;
+        let made = engine.generate(requests, &mut |_| Continue(()))?;
         let ttft = made.outcomes[0].ttft.as_secs_f64();
         println!(
             "{threads} threads, {} x {prompt} tokens, {scheme}, {}: prefill {:.0} tok/s, decode {:.1} tok/s, {:?}",

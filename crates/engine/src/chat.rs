@@ -1,8 +1,10 @@
-//! Chats as text. In: the template of a model file and messages; out: the text that the model was trained to see.
-//! NOT here: tokens (tokenizer.rs).
+//! Chats as text. In: the template of a model file and messages; out: the text that the model was trained to see, in
+//! which no message can be read as a special token.
+//! NOT here: tokens (tokenizer.rs), how messages are kept apart from the template's own tokens (specials.rs).
 
 use crate::Error;
 use crate::gguf::Gguf;
+use crate::specials::{Rendered, Specials};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, ErrorKind, Value, context};
 
@@ -69,24 +71,29 @@ impl ChatTemplate {
         Ok(Self { environment, start, end })
     }
 
-    /// The text of a chat, ending where the assistant's answer begins.
+    /// The text of a chat, ending where the assistant's answer begins. What messages say is data: none of `specials`
+    /// is read from it.
     ///
     /// # Errors
     /// [`Error::ChatTemplate`] when the template fails, or refuses the messages.
-    pub fn render(&self, messages: &[Message]) -> Result<String, Error> {
+    pub fn render(&self, messages: &[Message], specials: &Specials) -> Result<Rendered, Error> {
         let template = self.environment.get_template(NAME).map_err(failed)?;
+        let said = messages.iter().flat_map(|m| [m.role.as_str(), m.content.as_str()]);
+        let guard = specials.guard_for(said.chain([template.source()]))?;
         let messages: Vec<Value> = messages
             .iter()
-            .map(|m| Value::from_pairs([("role", m.role.as_str()), ("content", m.content.as_str())]))
+            .map(|m| [("role", &m.role), ("content", &m.content)].map(|(k, v)| (k, specials.guarded(v, guard))))
+            .map(Value::from_pairs)
             .collect();
-        template
+        let text = template
             .render(context! {
                 messages => messages,
                 add_generation_prompt => true,
                 bos_token => self.start.as_str(),
                 eos_token => self.end.as_str(),
             })
-            .map_err(failed)
+            .map_err(failed)?;
+        Ok(Rendered { text, guard })
     }
 }
 
@@ -103,13 +110,18 @@ mod tests {
         let source = "{% for m in messages %}<|{{ m['role'] }}|>{{ m.content.strip() }}{% endfor %}\
                       {% if add_generation_prompt %}<|assistant|>{% endif %}";
         let template = ChatTemplate::new(source, String::new(), String::new()).unwrap();
-        assert_eq!(template.render(&[Message::user("  hi ")]).unwrap(), "<|user|>hi<|assistant|>");
+        let text = |content: &str| {
+            let specials = Specials::new([("<|user|>".into(), 1)]).unwrap();
+            template.render(&[Message::user(content)], &specials).unwrap().text
+        };
+        assert_eq!(text("  hi "), "<|user|>hi<|assistant|>");
+        assert_eq!(text("\u{e000} <|user|> "), "<|user|>\u{e000} <\u{e001}|user|><|assistant|>");
     }
 
     #[test]
     fn a_bad_template_and_a_refusal_are_errors() {
         assert!(matches!(ChatTemplate::new("{% for %}", "".into(), "".into()), Err(Error::ChatTemplate { .. })));
         let refusing = ChatTemplate::new("{{ raise_exception('no system') }}", "".into(), "".into()).unwrap();
-        assert!(refusing.render(&[]).unwrap_err().to_string().contains("no system"));
+        assert!(refusing.render(&[], &Specials::new([]).unwrap()).unwrap_err().to_string().contains("no system"));
     }
 }

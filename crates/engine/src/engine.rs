@@ -13,6 +13,7 @@ use crate::tokenizer::Tokenizer;
 use crate::{Error, Pool};
 use kvant_kv::{Arm, Attention, Cache, CacheBytes, LayerConfig, Rows};
 use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -72,13 +73,15 @@ impl LoadedModel {
         self.tokenizer()?.encode(text)
     }
 
-    /// Tokens of a chat, ending where the answer begins.
+    /// Tokens of a chat, ending where the answer begins. Special tokens come from the template alone, never from what a
+    /// message says.
     ///
     /// # Errors
     /// [`Error::ChatTemplate`] when the file has no template or it fails, and those of [`LoadedModel::encode`].
     pub fn encode_chat(&self, messages: &[Message]) -> Result<Vec<u32>, Error> {
         let chat = self.chat.as_ref().ok_or_else(|| Error::ChatTemplate { why: "the model file has none".into() })?;
-        self.tokenizer()?.encode_chat(&chat.render(messages)?)
+        let tokenizer = self.tokenizer()?;
+        tokenizer.encode_chat(&chat.render(messages, tokenizer.specials())?)
     }
 }
 
@@ -150,8 +153,8 @@ impl Engine {
         let config = loaded.config();
         let schemes = options.schemes;
         if schemes.layers().len() != config.layers {
-            let why = format!("{} schemes for {} layers", schemes.layers().len(), config.layers);
-            return Err(Error::SchemeFile { why });
+            let (expected, got) = (config.layers, schemes.layers().len());
+            return Err(kvant_kv::Error::Shape { what: "schemes, one per layer", expected, got }.into());
         }
         let layers: Vec<LayerConfig> =
             schemes.layers().iter().map(|&scheme| LayerConfig { shape: config.shape, scheme }).collect();
@@ -227,11 +230,17 @@ impl Engine {
     }
 
     /// Decodes these requests together until all have ended. Every request is checked before any work is done.
+    /// `on_event` may break: then nothing more is decoded, and the cache gives back what the requests held.
     ///
     /// # Errors
+    /// [`Error::Stopped`] when `on_event` breaks.
     /// [`Error::EmptyPrompt`], [`Error::PromptTooLong`], [`Error::NoSuchToken`], [`Error::Sampling`] before any work;
     /// [`Error::NanLogit`] and [`Error::Kv`] from the model's numbers, after which the cache is empty again.
-    pub fn generate(&mut self, requests: Vec<Request>, on_event: &mut dyn FnMut(&Event)) -> Result<Generation, Error> {
+    pub fn generate(
+        &mut self,
+        requests: Vec<Request>,
+        on_event: &mut dyn FnMut(&Event) -> ControlFlow<()>,
+    ) -> Result<Generation, Error> {
         for (i, request) in requests.iter().enumerate() {
             self.check(i, request)?;
         }
@@ -245,7 +254,10 @@ impl Engine {
             if events.is_empty() {
                 break;
             }
-            events.iter().for_each(&mut *on_event);
+            if events.iter().try_for_each(&mut *on_event).is_break() {
+                self.clear()?;
+                return Err(Error::Stopped);
+            }
         }
         let (cache, routes, decode) = (self.cache_bytes(), self.routes().clone(), self.decode);
         let outcomes = self.take_finished()?.into_iter().map(|(_, outcome)| outcome).collect();

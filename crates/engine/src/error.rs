@@ -73,13 +73,24 @@ pub enum Error {
         got: Vec<usize>,
     },
     /// The tensor library refused.
-    #[error("tensor library: {0}")]
-    Tensor(#[from] candle_core::Error),
+    #[error("tensor library: {why}")]
+    Tensor {
+        /// What it said.
+        why: String,
+    },
     /// The tokenizer of the model file could not be built, or refused a text.
     #[error("tokenizer: {why}")]
     Tokenizer {
         /// What it said.
         why: String,
+    },
+    /// A prompt too large to be split into tokens.
+    #[error("a prompt of {bytes} bytes is too large: the tokenizer takes {most} at most")]
+    PromptTooLarge {
+        /// Bytes of its text, the chat template's included.
+        bytes: usize,
+        /// Bytes that the tokenizer takes.
+        most: usize,
     },
     /// The chat template of the model file is absent or failed.
     #[error("chat template: {why}")]
@@ -130,11 +141,16 @@ pub enum Error {
         position: usize,
     },
     /// A scheme file that cannot be used.
-    #[error("scheme file: {why}")]
+    #[error("scheme file {}: {why}", path.display())]
     SchemeFile {
-        /// What is wrong.
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, and in which line.
         why: String,
     },
+    /// Whoever listened to the events of a generation asked for no more.
+    #[error("the caller stopped the generation")]
+    Stopped,
     /// Zero threads, or threads that could not start.
     #[error("cannot run on {threads} threads: {why}")]
     Threads {
@@ -143,4 +159,40 @@ pub enum Error {
         /// Why not.
         why: String,
     },
+}
+
+impl From<candle_core::Error> for Error {
+    fn from(e: candle_core::Error) -> Self {
+        Self::Tensor { why: said(e) }
+    }
+}
+
+/// What the tensor library has to say, in one line: without the backtrace that it carries when `RUST_BACKTRACE` is set.
+pub(crate) fn said(e: candle_core::Error) -> String {
+    use candle_core::Error as E;
+    match e {
+        E::WithBacktrace { inner, .. } | E::WithPath { inner, .. } => said(*inner),
+        E::Context { inner, context } => format!("{context}: {}", said(*inner)),
+        E::WrappedContext { wrapped, context } => format!("{context}: {}", first_line(&wrapped.to_string())),
+        e => first_line(&e.to_string()),
+    }
+}
+
+fn first_line(text: &str) -> String {
+    text.lines().next().unwrap_or_default().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_backtrace_of_the_tensor_library_gets_into_a_sentence() {
+        use candle_core::Error as E;
+        let backtrace = || Box::new(std::backtrace::Backtrace::force_capture());
+        let inner = E::Msg("the reason\nand more".into());
+        let inner = E::WithBacktrace { inner: Box::new(inner), backtrace: backtrace() };
+        let outer = E::WithBacktrace { inner: Box::new(inner.context("reading")), backtrace: backtrace() };
+        assert_eq!(Error::from(outer).to_string(), "tensor library: reading: the reason");
+    }
 }

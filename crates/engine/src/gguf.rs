@@ -5,6 +5,7 @@
 //! file's length before anything of its size is allocated.
 
 use crate::Error;
+use crate::error::said;
 use crate::model::linear::{BlockKind, WeightRows};
 use candle_core::CpuStorage;
 use candle_core::quantized::gguf_file::{Content, Value};
@@ -54,7 +55,7 @@ impl Gguf {
         let mut walk = Walk { reader: &mut reader, left: meta.len() - 4, short_lengths: false };
         walk.header().map_err(&damaged)?;
         reader.seek(SeekFrom::Start(0)).map_err(unreadable)?;
-        let content = Content::read(&mut reader).map_err(|e| damaged(e.to_string()))?;
+        let content = Content::read(&mut reader).map_err(|e| damaged(said(e)))?;
         for (name, info) in &content.tensor_infos {
             let size = tensor_bytes(info.shape.dims(), info.ggml_dtype)
                 .map_err(|why| damaged(format!("tensor `{name}` {why}")))?;

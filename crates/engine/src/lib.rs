@@ -16,6 +16,7 @@ pub mod sampler;
 pub mod scheduler;
 pub mod schemes;
 mod sequence;
+pub mod specials;
 mod threads;
 pub mod tokenizer;
 

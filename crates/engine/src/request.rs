@@ -89,3 +89,11 @@ pub struct Outcome {
     /// From the call that added the request to its first token.
     pub ttft: Duration,
 }
+
+impl Outcome {
+    /// Tokens that the cache held when it ended. A request that ended for its length did not store its newest token, whose
+    /// successor nobody wanted; one that the model ended had stored all it produced.
+    pub fn stored_tokens(&self) -> usize {
+        self.prompt_tokens + self.tokens.len() - usize::from(self.reason == FinishReason::Length)
+    }
+}

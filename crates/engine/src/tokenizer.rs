@@ -1,13 +1,16 @@
 //! Text to tokens and back. In: an open model file; out: tokens of a text, bytes of a token, text as tokens arrive.
-//! NOT here: the chat template (chat.rs), which tokens are chosen (sampler.rs).
+//! NOT here: the chat template (chat.rs), what of a chat is its template's (specials.rs), which tokens are chosen
+//! (sampler.rs).
 
 use crate::Error;
 use crate::gguf::Gguf;
+use crate::specials::{Piece, Rendered, Specials};
 use candle_core::quantized::gguf_file::Value;
 use shimmytok::byte_encoder::unicode_to_bytes;
-use shimmytok::{EncodeOptions, TokenType};
+use shimmytok::{EncodeOptions, MAX_INPUT_SIZE, TokenType};
 
-/// Pre-tokenizers that the tokenizer library knows by name; it would split texts of others in a default way, silently.
+/// Pre-tokenizers that the tokenizer library knows by name; it would split texts of others, and of files that name none, in
+/// a default way, silently.
 const BYTE_PAIR_SPLITS: &[&str] = &[
     "default",
     "llama3",
@@ -51,6 +54,17 @@ const BYTE_PAIR_SPLITS: &[&str] = &[
 const SPECIAL: &[&str] =
     &["bos", "eos", "unknown", "padding", "eot", "eog", "sep", "nl", "fim_pre", "fim_suf", "fim_mid", "mask"];
 
+/// Switches that the tokenizer library reads.
+const SWITCHES: &[&str] = &[
+    "add_bos_token",
+    "add_eos_token",
+    "add_space_prefix",
+    "clean_spaces",
+    "remove_extra_whitespaces",
+    "escape_whitespaces",
+    "treat_whitespace_as_suffix",
+];
+
 /// Texts of control tokens that end a turn, besides those that the metadata name.
 const END_TEXTS: &[&str] =
     &["<|im_end|>", "<|eot_id|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "</s>", "<EOT>"];
@@ -61,13 +75,15 @@ pub struct Tokenizer {
     byte_pairs: bool,
     start: Option<u32>,
     ends: Vec<u32>,
+    specials: Specials,
 }
 
 impl Tokenizer {
     /// Builds the tokenizer that the file describes.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`], [`Error::Unsupported`] for a split of texts that is not known by name.
+    /// [`Error::Unsupported`] for a split of texts that is not known by name, [`Error::Metadata`] for anything absent or
+    /// of another type that the tokenizer library would do without, [`Error::Tokenizer`] for what it refuses.
     pub fn load(gguf: &Gguf) -> Result<Self, Error> {
         let kind = gguf
             .text("tokenizer.ggml.model")?
@@ -77,19 +93,17 @@ impl Tokenizer {
             "llama" => false,
             other => return Err(Error::Unsupported { what: format!("a tokenizer of type `{other}`") }),
         };
-        if let Some(split) = gguf.text("tokenizer.ggml.pre")?
-            && byte_pairs
-            && !BYTE_PAIR_SPLITS.contains(&split)
-        {
-            return Err(Error::Unsupported { what: format!("a tokenizer that splits texts as `{split}`") });
-        }
-        let vocabulary = match gguf.get("tokenizer.ggml.tokens") {
-            Some(Value::Array(tokens)) if tokens.len() > 2 => tokens.len(),
-            _ => {
-                let why = "it is no list of three tokens or more".into();
-                return Err(Error::Metadata { key: "tokenizer.ggml.tokens".into(), why });
+        match gguf.text("tokenizer.ggml.pre")? {
+            Some(split) if byte_pairs && !BYTE_PAIR_SPLITS.contains(&split) => {
+                return Err(Error::Unsupported { what: format!("a tokenizer that splits texts as `{split}`") });
             }
-        };
+            None if byte_pairs => {
+                let why = "it is absent, and texts could be split wrong".into();
+                return Err(Error::Metadata { key: "tokenizer.ggml.pre".into(), why });
+            }
+            _ => {}
+        }
+        let vocabulary = check_lists(gguf, byte_pairs)?;
         let id = |name: &str| -> Result<Option<u32>, Error> {
             let key = format!("tokenizer.ggml.{name}_token_id");
             match gguf.count(&key)? {
@@ -99,8 +113,14 @@ impl Tokenizer {
                 id => Ok(id.map(|id| id as u32)),
             }
         };
-        // The library takes these on trust.
-        SPECIAL.iter().try_for_each(|name| id(name).map(drop))?;
+        // The library takes these on trust, and reads numbers of one type only.
+        for name in SPECIAL {
+            let key = format!("tokenizer.ggml.{name}_token_id");
+            if id(name)?.is_some() && !matches!(gguf.get(&key), Some(Value::U32(_))) {
+                return Err(Error::Metadata { key, why: "it is no 32-bit number without sign".into() });
+            }
+        }
+        SWITCHES.iter().try_for_each(|name| gguf.flag(&format!("tokenizer.ggml.{name}")).map(drop))?;
         let inner = shimmytok::Tokenizer::from_gguf_file(gguf.path()).map_err(refused)?;
         let wants_start = gguf.flag("tokenizer.ggml.add_bos_token")?.unwrap_or(false);
         let start = if wants_start { id("bos")? } else { None };
@@ -113,25 +133,79 @@ impl Tokenizer {
             .collect();
         ends.sort_unstable();
         ends.dedup();
-        Ok(Self { inner, byte_pairs, start, ends })
+        // Named by number, or marked as control tokens.
+        let mut special = Vec::new();
+        for name in SPECIAL {
+            special.extend(id(name)?);
+        }
+        special.extend((0..vocabulary as u32).filter(|&id| inner.token_type(id) == TokenType::Control));
+        let specials = Specials::new(special.into_iter().filter_map(|id| Some((inner.token_to_piece(id).ok()?, id))))?;
+        Ok(Self { inner, byte_pairs, start, ends, specials })
     }
 
     /// Tokens of a raw prompt: no special token is read from the text; the start token comes first if the file asks
     /// for it.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] when the text is too long for the library (10 MiB).
+    /// [`Error::PromptTooLarge`], [`Error::Tokenizer`] when the library refuses the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, Error> {
-        let tokens = self.inner.encode_with_options(text, &EncodeOptions::with_parse_special(false, false));
-        Ok(self.start.into_iter().chain(tokens.map_err(refused)?).collect())
+        Ok(self.start.into_iter().chain(self.encode_text(text)?).collect())
     }
 
-    /// Tokens of a rendered chat: special tokens are read from the text, the template says where a start token goes.
+    /// Tokens of a rendered chat: special tokens are those that the template wrote, which says where a start token goes
+    /// too. What a message spells stays text.
     ///
     /// # Errors
     /// As [`Tokenizer::encode`].
-    pub fn encode_chat(&self, rendered: &str) -> Result<Vec<u32>, Error> {
-        self.inner.encode_with_options(rendered, &EncodeOptions::with_parse_special(false, true)).map_err(refused)
+    pub fn encode_chat(&self, rendered: &Rendered) -> Result<Vec<u32>, Error> {
+        let mut tokens = Vec::new();
+        for piece in self.specials.pieces(rendered) {
+            match piece {
+                Piece::Special(id) => tokens.push(id),
+                Piece::Text(text) => tokens.extend(self.encode_text(&text)?),
+            }
+        }
+        Ok(tokens)
+    }
+
+    /// The special tokens that a template may write.
+    pub fn specials(&self) -> &Specials {
+        &self.specials
+    }
+
+    /// Tokens of a text, none of them a control token.
+    fn encode_text(&self, text: &str) -> Result<Vec<u32>, Error> {
+        if text.len() > MAX_INPUT_SIZE {
+            return Err(Error::PromptTooLarge { bytes: text.len(), most: MAX_INPUT_SIZE });
+        }
+        let tokens = self.inner.encode_with_options(text, &EncodeOptions::with_parse_special(false, false));
+        let mut out = Vec::new();
+        for token in tokens.map_err(refused)? {
+            // A library that joins characters to whatever the vocabulary has can arrive at a control token.
+            match self.inner.token_type(token) {
+                TokenType::Control => self.spell(token, &mut out)?,
+                _ => out.push(token),
+            }
+        }
+        Ok(out)
+    }
+
+    /// A token's text by the tokens of its single characters, or of their bytes.
+    fn spell(&self, token: u32, out: &mut Vec<u32>) -> Result<(), Error> {
+        let piece = self.piece(token).unwrap_or_default();
+        let plain =
+            |text: &str| self.inner.get_token(text).filter(|&id| self.inner.token_type(id) != TokenType::Control);
+        for c in piece.chars().map(String::from) {
+            let bytes = || c.bytes().map(|b| plain(&format!("<0x{b:02X}>"))).collect::<Option<Vec<_>>>();
+            match plain(&c).map(|id| vec![id]).or_else(bytes) {
+                Some(ids) => out.extend(ids),
+                None => {
+                    let why = format!("the text has `{piece}`, for which there is only a control token");
+                    return Err(Error::Tokenizer { why });
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Whether this token ends a text.
@@ -172,6 +246,53 @@ impl Tokenizer {
         text
     }
 }
+
+/// Checks the lists that describe the tokens: the library would do without the optional ones, and read texts wrong.
+/// Returns how many tokens there are.
+fn check_lists(gguf: &Gguf, byte_pairs: bool) -> Result<usize, Error> {
+    let key = |name: &str| format!("tokenizer.ggml.{name}");
+    let no = |name: &str, why: &str| Error::Metadata { key: key(name), why: why.into() };
+    let list = |name: &str| match gguf.get(&key(name)) {
+        Some(Value::Array(list)) => Ok(list),
+        Some(_) => Err(no(name, "it is no list")),
+        None => Err(no(name, "it is absent")),
+    };
+    let tokens = list("tokens")?;
+    if tokens.len() < 3 || !tokens.iter().all(|t| matches!(t, Value::String(_))) {
+        return Err(no("tokens", "it is no list of three texts or more"));
+    }
+    let types = list("token_type")?;
+    if types.len() != tokens.len() {
+        return Err(no("token_type", &format!("it has {} entries for {} tokens", types.len(), tokens.len())));
+    }
+    if let Some(i) = types.iter().position(|t| !matches!(t, Value::I32(0..=6))) {
+        return Err(no("token_type", &format!("entry {i} is {:?}, which is no type of token", types[i])));
+    }
+    let normal = |i: usize| matches!(types[i], Value::I32(NORMAL));
+    if !(0..types.len()).any(normal) {
+        return Err(no("token_type", "no token is a normal one"));
+    }
+    if byte_pairs {
+        let merges = list("merges")?;
+        let pair = |m: &Value| matches!(m, Value::String(m) if m.split(' ').count() == 2);
+        if let Some(i) = merges.iter().position(|m| !pair(m)) {
+            return Err(no("merges", &format!("entry {i} is no pair of tokens")));
+        }
+        let joined = |i: usize| matches!(&tokens[i], Value::String(t) if t.chars().nth(1).is_some());
+        if merges.is_empty() && (0..tokens.len()).any(|i| normal(i) && joined(i)) {
+            return Err(no("merges", "it is empty, and there are tokens of several characters"));
+        }
+    } else {
+        let scores = list("scores")?;
+        if scores.len() != tokens.len() || !scores.iter().all(|s| matches!(s, Value::F32(x) if !x.is_nan())) {
+            return Err(no("scores", "it is no list of one number per token"));
+        }
+    }
+    Ok(tokens.len())
+}
+
+/// Type of a token that is a piece of text, as files number it.
+const NORMAL: i32 = 1;
 
 /// `<0x0A>` is byte 10.
 fn byte_of_hex(piece: &str) -> Option<u8> {

@@ -5,7 +5,7 @@ mod tiny_model;
 use candle_core::quantized::gguf_file::Value;
 use kvant_engine::{Error, LoadedModel, Products};
 use std::path::Path;
-use tiny_model::{Parts, Tiny};
+use tiny_model::{Parts, Tiny, VOCABULARY};
 
 fn load(path: &Path) -> Result<LoadedModel, Error> {
     LoadedModel::load(path, 1, Products::Quantized, &|_, _| {})
@@ -200,6 +200,74 @@ fn metadata_that_do_not_fit_are_named() {
 }
 
 #[test]
+fn tokenizers_that_would_read_texts_wrong_are_named() {
+    let texts = |n: usize| Value::Array((0..n).map(|i| Value::String(format!("t{i}"))).collect());
+    let types = |kind: i32| Value::Array(vec![Value::I32(kind); VOCABULARY]);
+    let [merges, split, kinds] = ["merges", "pre", "token_type"].map(|name| format!("tokenizer.ggml.{name}"));
+    for (key, value, why) in [
+        (&merges, None, "it is absent"),
+        (&merges, Some(Value::String("a b".into())), "it is no list"),
+        (&merges, Some(texts(3)), "entry 0 is no pair of tokens"),
+        (&split, None, "it is absent"),
+        (&kinds, None, "it is absent"),
+        (&kinds, Some(types(3)), "no token is a normal one"),
+        (&kinds, Some(types(77)), "no type of token"),
+        (&kinds, Some(Value::Array(vec![Value::U32(1); VOCABULARY])), "no type of token"),
+        (&kinds, Some(Value::Array(vec![Value::I32(1); 9])), "it has 9 entries for 260 tokens"),
+    ] {
+        let e = changed(|p| match value {
+            Some(value) => drop(p.metadata.insert(key.clone(), value)),
+            None => drop(p.metadata.remove(key)),
+        });
+        assert!(matches!(&e, Error::Metadata { key: k, .. } if k == key) && e.to_string().contains(why), "{key}: {e}");
+    }
+    // Tokens of several characters that nothing can be joined to.
+    let e = changed(|p| {
+        p.metadata.insert("tokenizer.ggml.tokens".into(), texts(VOCABULARY));
+        p.metadata.insert(merges.clone(), Value::Array(vec![]));
+    });
+    assert!(matches!(&e, Error::Metadata { key, .. } if *key == merges), "{e}");
+    // A switch and a number that the library would read as absent.
+    for (key, value) in [("add_space_prefix", Value::U32(0)), ("unknown_token_id", Value::I32(256))] {
+        let key = format!("tokenizer.ggml.{key}");
+        let e = changed(|p| drop(p.metadata.insert(key.clone(), value)));
+        assert!(matches!(&e, Error::Metadata { key: k, .. } if *k == key), "{e}");
+    }
+}
+
+/// A tokenizer of the other kind: pieces with scores, which can join characters to a control token.
+fn scored_pieces(parts: &mut Parts) {
+    let mut tokens =
+        ["<unk>", "<s>", "</s>", "\u{2581}", "<", "/", "s", ">", "a", "</", "</s"].map(String::from).to_vec();
+    tokens.extend((tokens.len()..VOCABULARY).map(|i| format!("t{i}")));
+    let kind = |i: usize| [2, 3, 3].get(i).copied().unwrap_or(1);
+    let number = |name: &str, n: u32| (format!("tokenizer.ggml.{name}_token_id"), Value::U32(n));
+    parts.metadata.extend([
+        ("tokenizer.ggml.model".into(), Value::String("llama".into())),
+        ("tokenizer.ggml.tokens".into(), Value::Array(tokens.into_iter().map(Value::String).collect())),
+        ("tokenizer.ggml.token_type".into(), Value::Array((0..VOCABULARY).map(|i| Value::I32(kind(i))).collect())),
+        ("tokenizer.ggml.scores".into(), Value::Array(vec![Value::F32(-1.0); VOCABULARY])),
+        number("unknown", 0),
+        number("bos", 1),
+        number("eos", 2),
+    ]);
+}
+
+#[test]
+fn a_raw_prompt_never_becomes_a_control_token() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut parts = tiny().parts();
+    scored_pieces(&mut parts);
+    let loaded = load(&parts.write(folder.path(), "pieces.gguf")).unwrap();
+    let tokens = loaded.encode("a</s>").unwrap();
+    assert!(tokens.ends_with(&[8, 4, 5, 6, 7]), "{tokens:?}");
+
+    parts.metadata.remove("tokenizer.ggml.scores");
+    let e = refuse(&parts.write(folder.path(), "scores.gguf"));
+    assert!(matches!(&e, Error::Metadata { key, .. } if key == "tokenizer.ggml.scores"), "{e}");
+}
+
+#[test]
 fn tensors_that_do_not_fit_are_named() {
     for name in ["token_embd.weight", "output_norm.weight", "blk.0.attn_k.weight", "blk.0.ffn_norm.weight"] {
         let e = changed(|p| drop(p.tensors.remove(name)));
@@ -209,6 +277,12 @@ fn tensors_that_do_not_fit_are_named() {
     }
     let e = changed(|p| p.replace("blk.0.attn_q.bias", &[256], vec![0.0; 256]));
     assert!(e.to_string().contains("blk.0.attn_q.bias"), "{e}");
+    assert_eq!(e.to_string(), "the model needs tensor `blk.0.attn_q.bias`, which is not supported");
+    let layer = |p: &mut Parts| p.replace("blk.1.attn_norm.weight", &[128], vec![0.0; 128]);
+    let e = changed(layer).to_string();
+    assert!(e.contains("`llama.block_count`: it is 1, and the file has tensor `blk.1.attn_norm.weight`"), "{e}");
+    let e = changed(|p| drop(p.metadata.insert("llama.rope.freq_base".into(), Value::F32(0.0)))).to_string();
+    assert!(e.contains("it is 0, not above 0"), "{e}");
     let e = changed(|p| drop(p.metadata.insert("llama.block_count".into(), Value::U32(1 << 31))));
     assert!(matches!(&e, Error::MissingTensor { name } if name == "blk.1.attn_norm.weight"), "{e}");
 }

@@ -3,8 +3,9 @@
 //! The text is that of the demo's prompts.
 
 use kvant_engine::{
-    Arm, Engine, EngineOptions, Error, Feed, Forced, LoadedModel, Message, Products, Request, load_schemes,
+    Arm, Engine, EngineOptions, Error, Event, Feed, Forced, LoadedModel, Message, Products, Request, load_schemes,
 };
+use std::ops::ControlFlow::Continue;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
@@ -87,7 +88,7 @@ fn prompts_of_all_lengths_decoded_together_equal_each_alone() {
             let mut engine = engine(&loaded, scheme, Arm::Fused, threads);
             let batches: Vec<Vec<Request>> =
                 if together { vec![requests.clone()] } else { requests.iter().map(|r| vec![r.clone()]).collect() };
-            let made = batches.into_iter().flat_map(|b| engine.generate(b, &mut |_| {}).unwrap().outcomes);
+            let made = batches.into_iter().flat_map(|b| engine.generate(b, &mut |_| Continue(())).unwrap().outcomes);
             made.map(|o| o.tokens).collect()
         };
         let alone = results(2, false);
@@ -103,8 +104,8 @@ fn the_same_prompt_four_times_gives_four_equal_results_equal_to_it_alone() {
     let request = Request::greedy(tokens[..150].to_vec(), 48);
     for scheme in ["f16", "k4v4g64w128s4p512", "k2v2g32"] {
         let mut engine = engine(&loaded, scheme, Arm::Fused, 2);
-        let four = engine.generate(vec![request.clone(); 4], &mut |_| {}).unwrap().outcomes;
-        let alone = engine.generate(vec![request.clone()], &mut |_| {}).unwrap().outcomes;
+        let four = engine.generate(vec![request.clone(); 4], &mut |_| Continue(())).unwrap().outcomes;
+        let alone = engine.generate(vec![request.clone()], &mut |_| Continue(())).unwrap().outcomes;
         assert!(four.iter().all(|o| o.tokens == alone[0].tokens && o.text == alone[0].text), "{scheme}");
     }
 }
@@ -154,11 +155,11 @@ fn the_text_is_read_and_continued_sensibly() {
         vec![Request::greedy(loaded.encode("The capital of France is").unwrap(), 8), Request::greedy(chat, 40)];
     let mut streamed = [String::new(), String::new()];
     let made = engine
-        .generate(requests, &mut |event| match event {
-            kvant_engine::Event::Token { request, text, .. } | kvant_engine::Event::Finished { request, text, .. } => {
+        .generate(requests, &mut |event| {
+            if let Event::Token { request, text, .. } | Event::Finished { request, text, .. } = event {
                 streamed[*request].push_str(text);
             }
-            kvant_engine::Event::Prefilled { .. } => {}
+            Continue(())
         })
         .unwrap();
     for (outcome, streamed) in made.outcomes.iter().zip(&streamed) {
@@ -172,6 +173,6 @@ fn the_text_is_read_and_continued_sensibly() {
 fn a_prompt_longer_than_the_context_is_an_error_before_any_work() {
     let (loaded, _turn) = model();
     let mut engine = engine(&loaded, "f16", Arm::F16, 2);
-    let e = engine.generate(vec![Request::greedy(vec![5; 8193], 4)], &mut |_| {}).unwrap_err();
+    let e = engine.generate(vec![Request::greedy(vec![5; 8193], 4)], &mut |_| Continue(())).unwrap_err();
     assert!(matches!(e, Error::PromptTooLong { tokens: 8193, context: 8192, .. }), "{e}");
 }

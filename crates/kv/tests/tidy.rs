@@ -141,6 +141,12 @@ const RULES: &[Rule] = &[
     Rule {
         under: "crates/cli/src/",
         but: &[],
+        forbidden: &["print!", "println!"],
+        why: "they panic when the stream takes nothing: the program writes through output.rs",
+    },
+    Rule {
+        under: "crates/cli/src/",
+        but: &[],
         forbidden: &["candle"],
         why: "the program reaches models through the engine",
     },

@@ -100,6 +100,7 @@ fn interleave_while<E>(
     for c in contestants.iter_mut() {
         c.once(0)?;
     }
+    // Grows between the timed calls, never inside one, and never to what somebody only asked for.
     let mut ns = vec![Vec::new(); contestants.len()];
     let mut round = 0;
     while more(round) {

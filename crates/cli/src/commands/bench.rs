@@ -3,7 +3,7 @@
 
 use super::bench_experiments::{layers, passes, requests, sharing, splits, stacking};
 use super::{bench_attend, bench_decode, roofline};
-use crate::args::{Bench, BenchArgs, Cli, Command};
+use crate::args::{Bench, BenchArgs, Cli, Command, Machine};
 use crate::failure::Failure;
 use crate::output;
 use anyhow::Result;
@@ -38,7 +38,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
         Some(Bench::Sharing(args)) => sharing::run(args),
         Some(Bench::Passes(args)) => passes::run(args),
         Some(Bench::Splits(args)) => splits::run(args),
-        None if args.test => test(),
+        None if args.test => test(&args.machine),
         None => Err(Failure::input(
             "`kvant bench` needs to know what to measure",
             "give attend, decode, layers, stacking, requests, sharing, passes, splits or --test",
@@ -47,18 +47,21 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     }
 }
 
-fn test() -> Result<()> {
+fn test(machine: &Machine) -> Result<()> {
+    let threads = machine.threads()?.to_string();
     for line in TINY {
-        output::text(&format!("== kvant {line}\n"))?;
-        let words = ["kvant"].into_iter().chain(line.split(' '));
-        match Cli::try_parse_from(words).map_err(|e| Failure::from_clap(&e))?.command {
+        output::text("the name of a bench", &format!("== kvant {line}\n"))?;
+        let on = ["--device", &machine.device, "--threads", &threads];
+        let words: Vec<_> = ["kvant"].into_iter().chain(line.split(' ')).chain(on).map(str::to_string).collect();
+        match Cli::try_parse_from(&words).map_err(|e| Failure::from_clap(&e, &words))?.command {
             Command::Bench(args) => run(&args)?,
             Command::Roofline(args) => roofline::run(&args)?,
             _ => return Err(Failure::input(format!("`{line}` is no bench"), "this is a fault of the program").into()),
         }
-        output::text("\n")?;
+        output::text("a line break", "\n")?;
     }
-    output::text(&format!("all {} benches ran; figures of these sizes say nothing\n", TINY.len()))
+    let all = format!("all {} benches ran; figures of these sizes say nothing\n", TINY.len());
+    output::text("that all benches ran", &all)
 }
 
 #[cfg(test)]

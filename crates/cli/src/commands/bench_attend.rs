@@ -10,6 +10,7 @@ use crate::{output, progress, rss, shape_text, units};
 use anyhow::Result;
 use kvant_kv::attend::reference::attend_cache_f64;
 use kvant_kv::{Arm, AttendOptions, Attention, Cache, LayerConfig, LayerShape, Rows, Scheme};
+use kvant_roofline::cost::resident_bytes;
 use kvant_roofline::timer::{self, Contestant, Timing};
 use kvant_roofline::{Cost, Reader};
 use serde::Serialize;
@@ -47,6 +48,7 @@ struct Row {
     gbps: f64,
     read_gbps: f64,
     pct_of_read: f64,
+    read_unreliable: bool,
     vs_f16: f64,
     rel_err: f64,
 }
@@ -54,7 +56,7 @@ struct Row {
 /// Runs the command.
 pub fn run(args: &AttendArgs) -> Result<()> {
     let report = measure(args)?;
-    if args.json { output::json(&report) } else { output::text(&render(&report)) }
+    if args.json { output::json(&report) } else { output::text("the table", &render(&report)) }
 }
 
 /// One scheme's cache: `copies` times a batch of sequences.
@@ -122,6 +124,7 @@ pub fn measure(args: &AttendArgs) -> Result<Report> {
             // Bandwidths compare minimum with minimum: what either reaches when nothing disturbs it.
             let gbps = subject.bytes as f64 / attend.min_ns as f64;
             let read_gbps = subject.bytes as f64 / read.min_ns as f64;
+            let (pct_of_read, read_unreliable) = share_of_read(gbps, read_gbps);
             Row {
                 scheme: subject.scheme.to_string(),
                 kernel,
@@ -130,7 +133,8 @@ pub fn measure(args: &AttendArgs) -> Result<Report> {
                 bytes: subject.bytes,
                 gbps,
                 read_gbps,
-                pct_of_read: 100.0 * gbps / read_gbps,
+                pct_of_read,
+                read_unreliable,
                 vs_f16: f16_median / attend.median_ns as f64,
                 rel_err,
             }
@@ -139,19 +143,21 @@ pub fn measure(args: &AttendArgs) -> Result<Report> {
     Ok(Report { rows, batch, q_heads: q, kv_heads: kv, head_dim: d, kv_len, threads, cold: !args.hot, rounds })
 }
 
+/// Percent of the read bandwidth, at most 100, and whether the read is no ceiling here: a read of the same bytes that took
+/// longer than attention did. That happens where starting the threads outweighs reading (small sizes), or by noise where
+/// both are equally fast.
+fn share_of_read(gbps: f64, read_gbps: f64) -> (f64, bool) {
+    let percent = 100.0 * gbps / read_gbps;
+    (percent.min(100.0), percent > 100.0)
+}
+
+/// What a sequence takes beside its blocks: its entry in the cache, the lists of its blocks and its place in a batch
+/// (measured with 200,000 sequences of one token: about this much, rounded up).
+const SEQUENCE_BYTES: f64 = 1024.0;
+
 /// Refuses what would not fit, before anything is allocated.
 fn check_memory(schemes: &[Scheme], shape: LayerShape, batch: usize, kv_len: usize, hot: bool) -> Result<(), Failure> {
-    // In floating point: the parts of a shape go up to 2^30 each, their products beyond 64 bits.
-    let token = (shape.row_len() * 2) as f64;
-    let inputs = token * kv_len as f64 * size_of::<f32>() as f64;
-    let caches: f64 = schemes
-        .iter()
-        .map(|s| {
-            let one = token * batch as f64 * kv_len as f64 * s.bits_per_element(shape.head_dim) / 8.0;
-            if hot { one } else { (2.0 * one).max(one + timer::COLD_BYTES as f64) }
-        })
-        .sum();
-    let need = inputs + caches + timer::COLD_BYTES as f64;
+    let need = needed_bytes(schemes, shape, batch, kv_len, hot);
     match rss::machine_memory_bytes() {
         Some((available, _)) if need > available as f64 => Err(Failure::input(
             format!(
@@ -163,6 +169,31 @@ fn check_memory(schemes: &[Scheme], shape: LayerShape, batch: usize, kv_len: usi
         )),
         _ => Ok(()),
     }
+}
+
+/// About what all of it takes: inputs, outputs, every copy of every cache in whole blocks, and the reader's buffer.
+fn needed_bytes(schemes: &[Scheme], shape: LayerShape, batch: usize, kv_len: usize, hot: bool) -> f64 {
+    // In floating point: the parts of a shape go up to 2^30 each, their products beyond 64 bits.
+    let (sequences, cold) = (batch as f64, timer::COLD_BYTES as f64);
+    let token = (2 * shape.row_len()) as f64;
+    let keys_and_values = token * kv_len as f64 * size_of::<f32>() as f64;
+    // Queries, an output per scheme, and the reference's in twice the width.
+    let outputs = sequences * (shape.q_heads * shape.head_dim * size_of::<f32>()) as f64 * (schemes.len() + 4) as f64;
+    let (mut caches, mut largest) = (0.0, 0.0f64);
+    for &scheme in schemes {
+        // No scheme takes more than f16. Where even one sequence of that is beyond 64 bits, its exact bytes are no matter.
+        let bound = token * 2.0 * (kv_len as f64 + 2.0 * shape.head_dim as f64);
+        let (read, held) = if bound < (1u64 << 60) as f64 {
+            (Cost::of(shape, scheme, kv_len).bytes() as f64, resident_bytes(shape, scheme, kv_len) as f64)
+        } else {
+            (bound, bound)
+        };
+        let copies = if hot { 1.0 } else { (cold / (sequences * read)).ceil().max(2.0) };
+        caches += copies * sequences * (held + SEQUENCE_BYTES);
+        largest = largest.max(sequences * read);
+    }
+    let reader = if hot { largest } else { cold.max(2.0 * largest) };
+    keys_and_values + outputs + caches + reader
 }
 
 /// Keys, values and queries: the same for every scheme and every copy (each copy is memory of its own all the same).
@@ -330,13 +361,14 @@ fn render(report: &Report) -> String {
             units::mib(r.bytes),
             format!("{:.1}", r.gbps),
             format!("{:.1}", r.read_gbps),
-            format!("{:.0}", r.pct_of_read),
+            format!("{:.0}{}", r.pct_of_read, if r.read_unreliable { "?" } else { "" }),
             format!("{:.2}x", r.vs_f16),
             format!("{:.1e}", r.rel_err),
         ]);
     }
+    let unreliable = report.rows.iter().any(|r| r.read_unreliable);
     format!(
-        "attention of {} requests of {} tokens, {} q heads, {} kv heads, head_dim {}; {} threads, {}, {} rounds\n\n{}",
+        "attention of {} requests of {} tokens, {} q heads, {} kv heads, head_dim {}; {} threads, {}, {} rounds\n\n{}{}",
         report.batch,
         report.kv_len,
         report.q_heads,
@@ -345,7 +377,12 @@ fn render(report: &Report) -> String {
         report.threads,
         if report.cold { "cold" } else { "hot" },
         report.rounds,
-        table.render()
+        table.render(),
+        if unreliable {
+            "\n? the read of the same bytes took longer than attention: too small or too noisy for a ceiling\n"
+        } else {
+            ""
+        }
     )
 }
 
@@ -368,5 +405,16 @@ mod tests {
         let shape = LayerShape::new(128, 8, 256).unwrap();
         let e = check_memory(&[Scheme::F16], shape, 1 << 30, 1 << 30, false).unwrap_err();
         assert!(e.what.contains("GB of memory"));
+        // Three million sequences of one token: 768 MB of tokens, each in a block of 32.
+        let need = |hot| needed_bytes(&[Scheme::F16], LayerShape::new(1, 1, 64).unwrap(), 3_000_000, 1, hot);
+        assert!(need(true) > 3e6 * 32.0 * 256.0, "{}", need(true));
+        assert!(need(false) > 2.0 * 3e6 * 32.0 * 256.0, "cold: two copies of it, {}", need(false));
+    }
+
+    #[test]
+    fn a_read_slower_than_attention_is_no_ceiling() {
+        assert_eq!(share_of_read(30.0, 40.0), (75.0, false));
+        assert_eq!(share_of_read(40.0, 40.0), (100.0, false));
+        assert_eq!(share_of_read(40.0, 4.0), (100.0, true));
     }
 }

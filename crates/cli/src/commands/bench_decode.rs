@@ -10,6 +10,7 @@ use super::check_kernel;
 use crate::args::{ArmName, DecodeArgs};
 use crate::commands::demo::PROMPTS;
 use crate::failure::{Failure, SCHEME_HINT};
+use crate::session::Located;
 use crate::table::{Align, Table};
 use crate::{output, progress, session, units};
 use anyhow::Result;
@@ -59,12 +60,13 @@ pub fn run(args: &DecodeArgs) -> Result<()> {
         return Err(Failure::input(format!("--batch {batch} is over {MAX_BATCH}"), "take fewer requests").into());
     }
     check_list("--arms", &args.arms.iter().map(|a| a.name()).collect::<Vec<_>>())?;
-    check_flushes(&scheme, args.prompt_len, args.steps)?;
+    let model = session::locate(&args.model)?;
+    check_lengths(&scheme, args.prompt_len, args.steps, model.config.context)?;
     if args.arm_process {
-        return arm_process::serve(args, threads);
+        return arm_process::serve(args, &model, threads);
     }
-    let report = measure(args, &scheme, threads)?;
-    if args.json { output::json(&report) } else { output::text(&render(&report)) }
+    let report = measure(args, &model, &scheme, threads)?;
+    if args.json { output::json(&report) } else { output::text("the table", &render(&report)) }
 }
 
 fn packed_scheme(text: &str) -> Result<PackedScheme, Failure> {
@@ -88,14 +90,39 @@ fn flushes(scheme: &PackedScheme, prompt_len: usize, steps: usize) -> usize {
     (packed(prompt_len + steps) - packed(prompt_len)) / scheme.group_len()
 }
 
-fn check_flushes(scheme: &PackedScheme, prompt_len: usize, steps: usize) -> Result<(), Failure> {
+/// The requests fit the model's context, and the cache is not frozen while they decode.
+fn check_lengths(scheme: &PackedScheme, prompt_len: usize, steps: usize, context: usize) -> Result<(), Failure> {
+    if prompt_len + steps > context {
+        return Err(Failure::input(
+            format!("{prompt_len} + {steps} tokens do not fit: the context of this model holds {context}"),
+            "take a smaller --prompt-len or fewer --steps",
+        ));
+    }
     let found = flushes(scheme, prompt_len, steps);
     if found >= FLUSHES {
         return Ok(());
     }
-    // The window's edge moves a group per group_len tokens at the latest once the window is full.
-    let most = scheme.window_len() + (FLUSHES + 1) * scheme.group_len().max(scheme.page_len());
-    let needed = (steps..=steps + most).find(|&s| flushes(scheme, prompt_len, s) >= FLUSHES).unwrap_or(steps + most);
+    // More steps never pack less, so the fewest that are enough lie where halving the range leads.
+    let enough = |steps: usize| flushes(scheme, prompt_len, steps) >= FLUSHES;
+    let (mut too_few, mut needed) = (steps, context - prompt_len);
+    if !enough(needed) {
+        return Err(Failure::input(
+            format!(
+                "{scheme} packs {} groups behind {prompt_len} tokens until the context of this model ({context} tokens) \
+                 is full, and at least {FLUSHES} must be packed while decoding",
+                flushes(scheme, prompt_len, needed)
+            ),
+            "take a smaller --prompt-len, or a scheme with a smaller window_len",
+        ));
+    }
+    while needed - too_few > 1 {
+        let middle = too_few + (needed - too_few) / 2;
+        if enough(middle) {
+            needed = middle;
+        } else {
+            too_few = middle;
+        }
+    }
     Err(Failure::input(
         format!(
             "{steps} steps behind {prompt_len} tokens pack {found} groups of {scheme}; at least {FLUSHES} must be packed \
@@ -113,21 +140,10 @@ fn requests(model: &LoadedModel, batch: usize, len: usize) -> Result<Vec<Vec<u32
     Ok((0..batch).map(|i| text.iter().copied().cycle().skip(i * STRIDE % text.len()).take(len).collect()).collect())
 }
 
-fn measure(args: &DecodeArgs, scheme: &PackedScheme, threads: usize) -> Result<Report> {
+fn measure(args: &DecodeArgs, model: &Located, scheme: &PackedScheme, threads: usize) -> Result<Report> {
     let most = args.batch.iter().copied().max().unwrap_or(1);
     let (proof, kernel) = {
-        let model = session::load(&args.model, threads)?;
-        let context = model.config().context;
-        if args.prompt_len + args.steps > context {
-            return Err(Failure::input(
-                format!(
-                    "{} + {} tokens do not fit: the context of this model holds {context}",
-                    args.prompt_len, args.steps
-                ),
-                "take a smaller --prompt-len or fewer --steps",
-            )
-            .into());
-        }
+        let model = session::load(model, threads)?;
         let prompts = requests(&model, most, args.prompt_len)?;
         proof::prove(&model, scheme, args, threads, &prompts)?
     };
@@ -236,15 +252,27 @@ mod tests {
     #[test]
     fn steps_must_pack_two_groups() {
         // A page edge at 1024 packs two groups of 64 at once.
-        assert!(check_flushes(&scheme("k4v4g64w128s4p512"), 1024, 96).is_ok());
-        let e = check_flushes(&scheme("k4v4g64w128"), 1024, 96).unwrap_err();
+        let check = |text: &str, prompt_len, steps| check_lengths(&scheme(text), prompt_len, steps, 8192);
+        assert!(check("k4v4g64w128s4p512", 1024, 96).is_ok());
+        let e = check("k4v4g64w128", 1024, 96).unwrap_err();
         assert!(e.what.contains("pack 1 groups") && e.hint.contains("--steps 128"), "{e}");
-        assert!(check_flushes(&scheme("k4v4g64w128"), 1024, 128).is_ok());
+        assert!(check("k4v4g64w128", 1024, 128).is_ok());
         // A prompt below the window: the needed number counts the way to the window's edge too.
-        let e = check_flushes(&scheme("k4v4g64w128"), 10, 1).unwrap_err();
-        let needed: usize = e.hint.trim_start_matches("give --steps ").split(' ').next().unwrap().parse().unwrap();
-        assert!(check_flushes(&scheme("k4v4g64w128"), 10, needed).is_ok());
-        assert!(check_flushes(&scheme("k4v4g64w128"), 10, needed - 1).is_err());
+        for text in ["k4v4g64w128", "k4v4g32", "k2v2g128w7000p1024"] {
+            let e = check(text, 10, 1).unwrap_err();
+            let needed: usize = e.hint.trim_start_matches("give --steps ").split(' ').next().unwrap().parse().unwrap();
+            assert!(check(text, 10, needed).is_ok() && check(text, 10, needed - 1).is_err(), "{text}: {needed}");
+        }
+    }
+
+    #[test]
+    fn steps_that_no_context_holds_are_not_suggested() {
+        for text in ["k4v4g64w1073741824", "k4v4g64w8190"] {
+            let e = check_lengths(&scheme(text), 64, 96, 8192).unwrap_err();
+            assert!(e.what.contains("packs 0 groups behind 64 tokens until the context"), "{e}");
+        }
+        let e = check_lengths(&scheme("k4v4g64"), 8000, 193, 8192).unwrap_err();
+        assert!(e.what.contains("do not fit"), "{e}");
     }
 
     #[test]

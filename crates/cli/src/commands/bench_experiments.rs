@@ -147,14 +147,17 @@ impl Lab {
         let sizes = if self.quick { "; tiny sizes, whose figures say nothing" } else { "" };
         let load = report.load_average_before.map_or(String::new(), |l| format!(", load average before {l:.1}"));
         let verdict: String = report.verdict.iter().map(|v| format!("- {v}\n")).collect();
-        output::text(&format!(
-            "{head}\n{}, {} threads, kernel {}, {}{load}{sizes}\n\n{}\n{verdict}",
-            report.cpu,
-            report.threads,
-            report.kernel,
-            if report.cold { "cold" } else { "hot" },
-            table.render(),
-        ))
+        output::text(
+            "the table",
+            &format!(
+                "{head}\n{}, {} threads, kernel {}, {}{load}{sizes}\n\n{}\n{verdict}",
+                report.cpu,
+                report.threads,
+                report.kernel,
+                if report.cold { "cold" } else { "hot" },
+                table.render(),
+            ),
+        )
     }
 }
 

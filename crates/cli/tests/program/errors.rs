@@ -16,7 +16,16 @@ const REFUSED: &[(&[&str], &str)] = &[
     (&["generate", "--prompt", "a", "--prompts", "b"], "cannot be used with"),
     (&["generate", "--prompt", "a", "--nonsense"], "unexpected argument '--nonsense'"),
     (&["generate", "--prompt", "a", "--threads", "0"], "must be at least 1"),
-    (&["generate", "--prompt", "a", "--threads", "99999999"], "must be at most"),
+    (&["generate", "--prompt", "a", "--threads", "99999999"], "for each core"),
+    (&["generate", "--prompt", "a", "--threads", "-2"], "must be a whole number of at least 1"),
+    (&["generate", "--prompt", "a", "--max-tokens", "-1"], "must be a whole number of at least 1"),
+    (&["generate", "--prompt", "a", "--temperature", "-1"], "must be a number from 0 to 100"),
+    (&["generate", "--prompt", "a", "--top-k", "x"], "must be a whole number from 0 to"),
+    (&["generate", "--prompt", "a", "--seed", "18446744073709551616"], "must be a whole number from 0 to"),
+    (&["generate", "--prompt", "a", "--model", "/"], "is not a file"),
+    (&["pull", "--device", "tpu"], "unknown device `tpu`"),
+    (&["pull", "--json"], "unexpected argument '--json'"),
+    (&["bench", "--test", "--device", "tpu"], "unknown device `tpu`"),
     (&["generate", "--prompt", "a", "--threads", "two"], "must be a whole number"),
     (&["generate", "--prompt", "a", "--max-tokens", "0"], "must be at least 1"),
     (&["generate", "--prompt", "a", "--temperature", "NaN"], "must be a number"),
@@ -38,6 +47,11 @@ const REFUSED: &[(&[&str], &str)] = &[
     (&["bench", "attend", "--shape", "b=9,q=8,kv=8,d=128,s=1000000000"], "GB of memory"),
     (&["bench", "attend", "--kv", "k4v4g64,k4v4g64"], "appears twice"),
     (&["bench", "attend", "--kernel", "warp9"], "unknown kernel `warp9`"),
+    (&["bench", "attend", "--rounds", "1099511627776"], "must be at most 100000"),
+    // 26 GB of tokens, in a block of 8 KiB for each.
+    (&["bench", "attend", "--hot", "--shape", "b=100000000,q=1,kv=1,d=64,s=1"], "GB of memory"),
+    (&["bench", "decode", "--kv", "k4v4g64w1073741824"], "until the context of this model (8192 tokens) is full"),
+    (&["bench", "decode", "--prompt-len", "8000", "--steps", "193"], "do not fit"),
     (&["bench", "decode", "--kv", "f16"], "packs nothing"),
     (&["bench", "decode", "--kv", "k4v4g64,k2v2g64"], "unknown scheme"),
     (&["bench", "decode", "--arms", "f16,f16"], "--arms has f16 twice"),
@@ -48,6 +62,7 @@ const REFUSED: &[(&[&str], &str)] = &[
     (&["info", "--shape", "layers=1000000000,q=1000000000,kv=1000000000,d=64"], "beyond any memory"),
     (&["info", "--memory", "8 parsecs"], "no unit of size"),
     (&["info", "--len", "0"], "must be at least 1"),
+    (&["info", "--len", "8193"], "its context holds 8192"),
     (&["info", "--shape", "layers=1,q=1,kv=1,d=63"], "head_dim 63"),
     (&["info", "--model", "no/such.gguf"], "no model file"),
 ];
@@ -55,7 +70,44 @@ const REFUSED: &[(&[&str], &str)] = &[
 #[test]
 fn bad_input_is_refused_with_a_hint() {
     for (args, error) in REFUSED {
-        kvant(args.iter()).is_refused(error);
+        let run = kvant(args.iter());
+        run.is_refused(error);
+        // All of these are seen before anything slow begins, or is said to.
+        assert_eq!(run.stderr.lines().count(), 2, "{run:?}");
+    }
+}
+
+#[test]
+fn hints_are_about_what_is_wrong() {
+    for (args, hint) in [
+        (&["frobnicate"][..], "`kvant --help`"),
+        (&["generate", "--prompt", "a", "--threads", "two"], "`kvant generate --help` shows"),
+        (&["bench", "attend", "--rounds", "x"], "`kvant bench attend --help` shows"),
+        (&["bench", "attend", "--nonsense"], "`kvant bench attend --help` shows"),
+        (&["pull", "--json"], "hint: `kvant pull --help` shows"),
+        (&["generate", "--prompts", "no-such-file.txt"], "one prompt per line"),
+        (&["generate", "--prompt", "a", "--kv", "no-such-file.toml"], "check that the file is there"),
+    ] {
+        let run = kvant(args);
+        assert!(run.stderr.contains(hint), "{run:?}");
+        assert!(!run.stderr.contains("as a value"), "{run:?}");
+    }
+}
+
+#[test]
+fn scheme_files_are_refused_by_name_and_line_before_the_model_is_loaded() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("mine.toml");
+    for (text, error) in [
+        ("default = \"k4v4g64\"\n[layers]\n30 = \"f16\"\n", "line 3: layer 30 does not exist"),
+        ("\ndefault = \"k5v4g64\"\n", "line 2: unknown scheme `k5v4g64`: key bits"),
+        ("defualt = \"f16\"\n", "line 1: unknown field"),
+    ] {
+        fs::write(&file, text).unwrap();
+        let run = kvant(["generate", "--prompt", "a", "--kv", file.to_str().unwrap()]);
+        run.is_refused(error);
+        run.is_refused(&format!("scheme file {}", file.display()));
+        assert!(run.stderr.contains("hint: a scheme file is TOML") && run.stderr.lines().count() == 2, "{run:?}");
     }
 }
 
@@ -78,6 +130,7 @@ fn a_model_that_was_never_pulled_is_refused() {
     let empty = tempfile::tempdir().unwrap();
     let run = finish(command().env("KVANT_MODELS", empty.path()).args(["generate", "--prompt", "a"]), "");
     run.is_refused("model smollm2-135m is not here");
+    assert_eq!(run.stderr.lines().count(), 2, "nothing was announced: {run:?}");
     assert!(run.stderr.contains("hint: fetch it with `kvant pull smollm2-135m`"), "{run:?}");
 }
 
@@ -128,6 +181,31 @@ fn damaged_model_files_are_refused() {
 }
 
 #[test]
+fn the_tensor_library_says_what_is_wrong_without_its_backtrace() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = damaged(folder.path(), "kind.gguf", |bytes| {
+        bytes.truncate(4_000_000);
+        // In a GGUF header: the tensor's name, its dimensions (4 bytes for how many, 8 for each), its type.
+        let name = b"blk.0.attn_k.weight";
+        let at = bytes.windows(name.len()).position(|w| w == name).unwrap() + name.len();
+        assert_eq!(bytes[at..at + 4], [2, 0, 0, 0]);
+        bytes[at + 20..at + 24].copy_from_slice(&119u32.to_le_bytes());
+    });
+    let args = ["generate", "--prompt", "a", "--model", path.to_str().unwrap()];
+    let run = finish(command().env("RUST_BACKTRACE", "1").args(args), "");
+    run.is_refused("kind.gguf is a damaged or truncated GGUF: ");
+    assert!(run.stderr.contains("119") && run.stderr.len() < 400, "{run:?}");
+}
+
+#[test]
+fn a_prompt_too_large_for_the_tokenizer_is_refused() {
+    let text = "word ".repeat(3 << 20);
+    let run = finish(command().args(["generate", "--prompt", "-"]), &text);
+    run.is_refused("a prompt of 15728640 bytes is too large");
+    assert!(run.stderr.contains("hint: shorten the prompt"), "{run:?}");
+}
+
+#[test]
 fn a_model_of_another_architecture_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = damaged(folder.path(), "mamba.gguf", |bytes| {
@@ -162,6 +240,8 @@ fn a_prompt_longer_than_the_context_is_refused() {
 
 #[test]
 fn empty_prompts_are_refused() {
-    finish(command().args(["generate", "--prompt", "-"]), "\n").is_refused("prompt 1 is empty");
-    kvant(["generate", "--prompt", ""]).is_refused("prompt 1 is empty");
+    for run in [finish(command().args(["generate", "--prompt", "-"]), "\n"), kvant(["generate", "--prompt", ""])] {
+        run.is_refused("prompt 1 is empty");
+        assert_eq!(run.stderr.lines().count(), 2, "before the model is loaded: {run:?}");
+    }
 }

@@ -9,3 +9,4 @@ mod help;
 mod pulling;
 mod roofline;
 mod run;
+mod streams;

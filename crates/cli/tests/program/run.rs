@@ -40,8 +40,12 @@ pub fn kvant<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Run {
 
 /// Runs a prepared command with this text on stdin.
 pub fn finish(command: &mut Command, stdin: &str) -> Run {
-    let mut child =
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
+    finish_with(command.stdout(Stdio::piped()).stderr(Stdio::piped()), stdin)
+}
+
+/// The same with the command's own stdout and stderr; what is no pipe leaves nothing.
+pub fn finish_with(command: &mut Command, stdin: &str) -> Run {
+    let mut child = command.stdin(Stdio::piped()).spawn().expect("it starts");
     let mut pipe = child.stdin.take().expect("stdin is a pipe");
     // A program that does not read its stdin closes it: no failure of the test.
     let _ = pipe.write_all(stdin.as_bytes());

@@ -89,12 +89,11 @@ impl Config {
         let rope_base = gguf.real(&of("rope.freq_base"))?.unwrap_or(10_000.0);
         let epsilon = of("attention.layer_norm_rms_epsilon");
         let norm_epsilon = gguf.real(&epsilon)?.ok_or_else(|| absent(&epsilon))? as f32;
-        for (key, ok) in
-            [("rope.freq_base", rope_base > 0.0), ("attention.layer_norm_rms_epsilon", norm_epsilon >= 0.0)]
-        {
-            if !ok {
-                return Err(Error::Metadata { key: of(key), why: "it is negative".into() });
-            }
+        if rope_base <= 0.0 {
+            return Err(Error::Metadata { key: of("rope.freq_base"), why: format!("it is {rope_base}, not above 0") });
+        }
+        if norm_epsilon < 0.0 {
+            return Err(Error::Metadata { key: epsilon, why: format!("it is {norm_epsilon}, below 0") });
         }
         let vocabulary = match gguf.get("tokenizer.ggml.tokens") {
             Some(candle_core::quantized::gguf_file::Value::Array(tokens)) if !tokens.is_empty() => tokens.len(),

@@ -103,7 +103,14 @@ impl Model {
         let name = if gguf.has("output.weight") { "output.weight" } else { "token_embd.weight" };
         let head = gguf.matrix(name, config.vocabulary, hidden)?;
         if let Some(name) = gguf.untaken() {
-            return Err(Error::Unsupported { what: format!("tensor `{name}`, which no plain llama model has") });
+            let layer = name.strip_prefix("blk.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
+            return Err(match layer.filter(|&layer| layer >= config.layers) {
+                Some(_) => {
+                    let why = format!("it is {}, and the file has tensor `{name}`", config.layers);
+                    Error::Metadata { key: "llama.block_count".into(), why }
+                }
+                None => Error::Unsupported { what: format!("tensor `{name}`") },
+            });
         }
         // Every tensor lies within the file, so these products are counts of real values.
         let per_layer = (hidden * (2 * q_len + 2 * kv_len + 3 * forward)) as u64;

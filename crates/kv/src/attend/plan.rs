@@ -5,7 +5,7 @@
 //! NOT here: validation (mod.rs), arithmetic (cpu/, softmax.rs).
 
 use super::cpu::Variant;
-use super::cpu::generic::{MAX_VECTORS, RANGE_LEN, Source, Task};
+use super::cpu::generic::{MAX_VECTORS, RANGE_LEN, Scratch, Source, Task};
 use super::softmax::States;
 use super::threads::Threads;
 use crate::LayerShape;
@@ -20,8 +20,9 @@ const SPLIT_VECTORS: usize = 16;
 
 /// Units that each thread should find at least, so that no thread waits long for the last one.
 const UNITS_PER_THREAD: usize = 8;
-/// Most ranges of a unit of few query vectors.
-const MAX_RUN: usize = 8;
+/// Ranges that are merged among themselves before their block is merged with others, and most ranges of a unit of few
+/// query vectors: blocks begin at multiples of it, so that the order of merges is fixed by position.
+const BLOCK_RANGES: usize = 8;
 
 /// How calls are cut into work, for experiments; results do not depend on it. None: the product's rule.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -36,7 +37,9 @@ impl Split {
     /// The product's rule: ranges of one unit, when a call has `ranges` of them over all kv heads, rows and layers.
     pub fn rule(ranges: usize, threads: usize) -> usize {
         // Runs of ranges keep a thread on memory that it fetches ahead; many units keep threads evenly busy.
-        (ranges / (threads * UNITS_PER_THREAD)).clamp(1, MAX_RUN)
+        let run = (ranges / (threads * UNITS_PER_THREAD)).clamp(1, BLOCK_RANGES);
+        // A power of two divides a block into units without a short one.
+        1 << run.ilog2()
     }
 }
 
@@ -78,6 +81,8 @@ struct Unit {
     tile: usize,
     head: usize,
     ranges: Range<usize>,
+    /// Begins at the first range that its tile sees of a block.
+    leads: bool,
 }
 
 /// Attends every problem. Shapes: `q`, `out`: `[rows of all problems][q_heads][head_dim]`, all of one shape.
@@ -93,13 +98,12 @@ pub(crate) fn run(
     let units = units(problems, &tiles, threads.count(), split);
     let states = threads.map(units.len(), |i| attend_unit(variant, split, problems, &tiles, &units[i], q));
     let mut results = units.iter().zip(states).peekable();
-    while let Some((unit, states)) = results.next() {
-        let mut states = states.into_iter();
-        let mut merged = states.next().expect("a unit has a range");
-        states.for_each(|s| merged.merge_all(&s));
-        while let Some((_, next)) = results.next_if(|(u, _)| (u.tile, u.head) == (unit.tile, unit.head)) {
-            next.iter().for_each(|s| merged.merge_all(s));
+    while let Some((unit, parts)) = results.next() {
+        let mut merge = Merge::new(parts);
+        while let Some((_, parts)) = results.next_if(|(u, _)| (u.tile, u.head) == (unit.tile, unit.head)) {
+            merge.add(parts);
         }
+        let merged = merge.finish();
         let tile = &tiles[unit.tile];
         let p = &problems[tile.problem];
         for (i, at) in vectors(p, tile, unit.head).enumerate() {
@@ -138,7 +142,8 @@ fn units(problems: &[Problem<'_>], tiles: &[Tile], threads: usize, split: Split)
         let run = if t.vectors(p) <= SPLIT_VECTORS { run } else { ranges.len() };
         for head in 0..p.shape.kv_heads {
             let runs = ranges.clone().step_by(run).map(|r| r..(r + run).min(ranges.end));
-            units.extend(runs.map(|ranges| Unit { tile, head, ranges }));
+            let leads = |r: usize| r == ranges.start || r.is_multiple_of(BLOCK_RANGES);
+            units.extend(runs.map(|run| Unit { tile, head, leads: leads(run.start), ranges: run }));
         }
     }
     units
@@ -151,8 +156,59 @@ fn vectors<'a>(p: &'a Problem<'_>, tile: &Tile, head: usize) -> impl Iterator<It
     rows.flat_map(move |row| (0..ratio).map(move |i| ((p.first_row + row) * p.shape.q_heads + head * ratio + i) * d))
 }
 
-/// One state per range when the unit has few vectors; one merged state when it has all ranges of its tile. Either way
-/// the ranges are merged one by one in order, so that the split does not show in the result.
+/// A partial state and the block of ranges that it is of, a whole block or a part of one.
+struct Part {
+    block: usize,
+    states: States,
+}
+
+/// Merges the parts of one tile and head: those of a block in order, then the blocks in order. How blocks were cut into
+/// units does not show: only a block's first part may hold several ranges.
+struct Merge {
+    done: Option<States>,
+    block: Part,
+}
+
+impl Merge {
+    fn new(parts: Vec<Part>) -> Self {
+        let mut parts = parts.into_iter();
+        let mut merge = Self { done: None, block: parts.next().expect("a unit has a range") };
+        merge.add(parts);
+        merge
+    }
+
+    fn add(&mut self, parts: impl IntoIterator<Item = Part>) {
+        for part in parts {
+            if part.block == self.block.block {
+                self.block.states.merge_all(&part.states);
+            } else {
+                self.close(part);
+            }
+        }
+    }
+
+    /// The block is complete; `next` begins the next one.
+    fn close(&mut self, next: Part) {
+        let block = std::mem::replace(&mut self.block, next);
+        match &mut self.done {
+            None => self.done = Some(block.states),
+            Some(done) => done.merge_all(&block.states),
+        }
+    }
+
+    fn finish(self) -> States {
+        match self.done {
+            None => self.block.states,
+            Some(mut done) => {
+                done.merge_all(&self.block.states);
+                done
+            }
+        }
+    }
+}
+
+/// Attends a unit's ranges. A block that it begins is merged range by range, as [`Merge`] would: one part. Of a block that
+/// another unit begins each range is a part of its own.
 fn attend_unit(
     variant: &Variant,
     split: Split,
@@ -160,15 +216,15 @@ fn attend_unit(
     tiles: &[Tile],
     unit: &Unit,
     q: &[f32],
-) -> Vec<States> {
+) -> Vec<Part> {
     let tile = &tiles[unit.tile];
     let p = &problems[tile.problem];
     let (d, ratio) = (p.shape.head_dim, p.shape.gqa_ratio());
     let mut scaled = Vec::with_capacity(tile.vectors(p) * d);
     vectors(p, tile, unit.head).for_each(|at| scaled.extend(q[at..at + d].iter().map(|x| x * p.sm_scale)));
     let last_visible: Vec<_> = tile.positions.clone().flat_map(|p| std::iter::repeat_n(p, ratio)).collect();
-    let apart = tile.vectors(p) <= SPLIT_VECTORS;
-    let mut states: Vec<States> = Vec::new();
+    let mut scratch = Scratch::new();
+    let mut parts: Vec<Part> = Vec::new();
     for r in unit.ranges.clone() {
         let range = r * RANGE_LEN..((r + 1) * RANGE_LEN).min(tile.positions.end);
         let more = r + 1 < unit.ranges.end && range.end < tile.edge;
@@ -187,11 +243,13 @@ fn attend_unit(
             q: &scaled,
             last_visible: &last_visible,
         };
-        if apart || states.is_empty() {
-            states.push(States::init(last_visible.len(), d));
+        let block = r / BLOCK_RANGES;
+        let leads = unit.leads || block > unit.ranges.start / BLOCK_RANGES;
+        if !leads || parts.last().is_none_or(|part| part.block != block) {
+            parts.push(Part { block, states: States::init(last_visible.len(), d) });
         }
-        let state = states.last_mut().expect("just pushed");
-        (variant.run)(&task, state);
+        let part = parts.last_mut().expect("just pushed");
+        (variant.run)(&task, &mut scratch, &mut part.states);
     }
-    states
+    parts
 }

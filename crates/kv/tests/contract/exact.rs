@@ -3,7 +3,8 @@
 //! NOT here: closeness to the true result (src/attend/parity.rs).
 
 use crate::numbers::{Request, Rig, bits, entries, kernels_here};
-use kvant_kv::{Arm, AttendOptions, LayerShape};
+use kvant_kv::attend::Split;
+use kvant_kv::{Arm, AttendOptions, Attention, LayerShape};
 use proptest::prelude::*;
 
 #[test]
@@ -152,6 +153,47 @@ fn layers_of_different_schemes_each_equal_a_cache_of_that_scheme() {
                 let n = out.len() / schemes.len();
                 let own = layer * n..(layer + 1) * n;
                 assert_eq!(bits(&out[own.clone()]), bits(&together[step][own]), "{kernel} {scheme}");
+            }
+        }
+    }
+}
+
+/// More than one block of ranges, seen from its start and from the middle of a block, cut into units in every way.
+#[test]
+fn how_work_is_cut_does_not_show() {
+    let shape = LayerShape::new(4, 2, 64).unwrap();
+    for kernel in kernels_here() {
+        for scheme in ["k4v4g64w128s4p512", "k2v2g32"] {
+            let mut rig = Rig::new(shape, scheme, kernel, 1);
+            let request = rig.add(1);
+            rig.append(&[(request, 9100)]);
+            rig.commit(&[(request, 9100)]);
+            for rows in [1, 3] {
+                let batch = [(request, rows)];
+                let q = rig.append(&batch);
+                for first_visible in [0, 1300] {
+                    let options = AttendOptions { first_visible: &[first_visible], ..AttendOptions::new(64) };
+                    let out = |threads: usize, split: Split| {
+                        let mut attention = Attention::new(threads, Some(kernel)).unwrap();
+                        attention.set_split(split);
+                        let mut out = vec![f32::NAN; q.len()];
+                        attention.attend(&rig.cache, 0, &entries(&batch), &q, &mut out, &options).unwrap();
+                        bits(&out)
+                    };
+                    let rule = out(1, Split::default());
+                    for threads in [2, 3, 16] {
+                        assert_eq!(out(threads, Split::default()), rule, "{kernel} {scheme} {threads} threads");
+                    }
+                    for ranges in [1, 2, 3, 5, 8, 9, 100] {
+                        let split = Split { ranges_per_unit: Some(ranges), vectors_per_unpack: None };
+                        assert_eq!(out(2, split), rule, "{kernel} {scheme} {rows} rows, units of {ranges} ranges");
+                    }
+                    for vectors in [1, 2, 3] {
+                        let split = Split { ranges_per_unit: None, vectors_per_unpack: Some(vectors) };
+                        assert_eq!(out(2, split), rule, "{kernel} {scheme} {vectors} vectors share an unpack");
+                    }
+                }
+                rig.commit(&batch);
             }
         }
     }

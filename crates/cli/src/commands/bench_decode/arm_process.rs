@@ -4,6 +4,7 @@
 
 use crate::args::{ArmName, DecodeArgs};
 use crate::failure::Failure;
+use crate::session::Located;
 use crate::{rss, session};
 use anyhow::{Context, Result};
 use kvant_engine::{Event, Request, Schemes};
@@ -16,7 +17,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 /// What an arm reports when all steps are done.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct End {
-    /// Median over requests, each from the moment its own prefill began.
+    /// Median over requests (the mean of the middle two of an even number), each from the moment its own prefill began.
     pub ttft_ms: f64,
     /// Tokens decoded, over all requests.
     pub tokens: usize,
@@ -90,9 +91,14 @@ impl ArmProcess {
         let mut line = String::new();
         self.from.read_line(&mut line).with_context(|| self.gone())?;
         if line.is_empty() || !line.starts_with(word) {
+            if !line.is_empty() {
+                let _ = self.child.kill();
+            }
+            // It has ended or is about to: by itself with a message, or by a signal without one.
+            let how = self.child.wait().map_or_else(|e| e.to_string(), |status| status.to_string());
             return Err(Failure::input(
-                self.gone(),
-                "its own message is above; less memory may help: a smaller --batch",
+                format!("{} ({how})", self.gone()),
+                "its own message, if it had one, is above; less memory may help: a smaller --batch",
             )
             .into());
         }
@@ -112,15 +118,22 @@ impl Drop for ArmProcess {
     }
 }
 
+/// The middle of some numbers, of which there is one at least; the mean of the middle two of an even number.
+fn median(numbers: &mut [f64]) -> f64 {
+    numbers.sort_by(f64::total_cmp);
+    let (below, above) = (numbers[(numbers.len() - 1) / 2], numbers[numbers.len() / 2]);
+    below + (above - below) / 2.0
+}
+
 /// The child's side.
 ///
 /// # Errors
 /// What the engine refuses; the parent sees the process end.
-pub fn serve(args: &DecodeArgs, threads: usize) -> Result<()> {
+pub fn serve(args: &DecodeArgs, model: &Located, threads: usize) -> Result<()> {
     let (Some(&arm), Some(&batch)) = (args.arms.first(), args.batch.first()) else {
         anyhow::bail!("an arm's process needs one arm and one batch");
     };
-    let model = session::load_silently(&args.model, threads)?;
+    let model = session::load_silently(model, threads)?;
     let scheme: Scheme = args.kv.parse().map_err(Failure::from)?;
     let schemes = Schemes::uniform(scheme, model.config().layers);
     let mut engine = session::engine(&model, threads, args.kernel.as_deref(), arm.arm(), schemes)?;
@@ -154,9 +167,8 @@ pub fn serve(args: &DecodeArgs, threads: usize) -> Result<()> {
             None => {
                 let bytes = engine.cache_bytes();
                 let time = engine.decode_time();
-                ttft_ms.sort_by(f64::total_cmp);
                 let end = End {
-                    ttft_ms: ttft_ms[ttft_ms.len() / 2],
+                    ttft_ms: median(&mut ttft_ms),
                     tokens: time.tokens,
                     decode_ns: u64::try_from(time.time.as_nanos()).unwrap_or(u64::MAX),
                     routes: engine.routes().clone(),
@@ -170,4 +182,16 @@ pub fn serve(args: &DecodeArgs, threads: usize) -> Result<()> {
         out.flush()?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn medians_of_odd_and_even_counts() {
+        assert_eq!(median(&mut [3.0]), 3.0);
+        assert_eq!(median(&mut [9.0, 1.0, 5.0]), 5.0);
+        assert_eq!(median(&mut [9.0, 1.0, 5.0, 6.0]), 5.5);
+    }
 }

@@ -6,11 +6,13 @@
 use super::DecodeArgs;
 use crate::args::ArmName;
 use crate::failure::Failure;
+use crate::output::note;
 use crate::{progress, session};
 use anyhow::Result;
 use kvant_engine::{Engine, Feed, Forced, LoadedModel, Request, Schemes};
 use kvant_kv::{PackedScheme, Scheme};
 use serde::Serialize;
+use std::ops::ControlFlow::Continue;
 use std::sync::Arc;
 
 /// Largest mean KL divergence between two arms that read the same packed cache.
@@ -103,7 +105,8 @@ pub fn prove(
 /// Each prompt with the `steps` tokens that the engine chooses behind it.
 fn greedy(engine: &mut Engine, prompts: &[Vec<u32>], steps: usize) -> Result<Vec<Vec<u32>>> {
     let request = |p: &Vec<u32>| Request { ignore_end: true, ..Request::greedy(p.clone(), steps) };
-    let generation = engine.generate(prompts.iter().map(request).collect(), &mut |_| ()).map_err(Failure::from)?;
+    let generation =
+        engine.generate(prompts.iter().map(request).collect(), &mut |_| Continue(())).map_err(Failure::from)?;
     Ok(prompts.iter().zip(generation.outcomes).map(|(p, o)| [p.as_slice(), &o.tokens].concat()).collect())
 }
 
@@ -202,25 +205,25 @@ impl Proof {
 
     /// Says on stderr what was found, each first difference included.
     pub fn print(&self) {
-        eprintln!("proof over {} requests, {} steps each:", self.requests, self.steps);
+        note(format_args!("proof over {} requests, {} steps each:", self.requests, self.steps));
         for pair in &self.pairs {
-            eprintln!("  mean KLD between {} and {}: {:.2e}", pair.arms[0], pair.arms[1], pair.kld_mean);
+            note(format_args!("  mean KLD between {} and {}: {:.2e}", pair.arms[0], pair.arms[1], pair.kld_mean));
         }
         for arm in self.arms.iter().filter(|a| a.arm != ArmName::DequantStep.name()) {
             let (equal, kld) = (arm.requests_equal, arm.kld_to_dequant_step);
-            eprintln!(
+            note(format_args!(
                 "  {}: greedy tokens equal for {equal} of {} requests, mean KLD {kld:.2e}",
                 arm.arm, self.requests
-            );
+            ));
             for d in &arm.differences {
-                eprintln!(
+                note(format_args!(
                     "    request {} differs first at step {}: token {} instead of {}, top-two gap {:.4}",
                     d.request + 1,
                     d.step + 1,
                     d.token,
                     d.dequant_step_token,
                     d.top_two_gap
-                );
+                ));
             }
         }
     }

@@ -1,9 +1,15 @@
-//! AVX2 with FMA and F16C: f32 arithmetic, codes widened to f32 in registers.
-//! Accuracy: f32 sums in a fixed order; relative error about 1e-6.
-//! NOT here: the loop (generic.rs), the bit format (quant/pack.rs).
+//! AVX2 with FMA and F16C: 16-bit dot products on packed codes (`vpmaddwd`), f32 FMA on f16 rows.
+//!
+//! Folded multipliers are 16-bit integers, scaled per query vector by a bound on their magnitudes (keys: one per range,
+//! from its scales; values: one per group, from its largest weight and scale). Codes become 16-bit words, the even bytes
+//! of a line and then the odd ones, masked in place, never shifted where lanes differ (a field's power of two goes into
+//! the descale). Sums stay exact in i32: `256 rows * 255 * 32767 < 2^31`, and no field in its place exceeds 255.
+//! Accuracy: each multiplier is off by at most max/65534, below 5e-4 relative in the output of every parity case.
+//! NOT here: the loop (generic.rs), the bit format (quant/pack.rs), AVX-VNNI (avxvnni.rs).
 
-use super::generic::{Kernel, Lanes, MAX_FOLD};
+use super::generic::{Kernel, Lanes, MAX_FOLD, Scratch, Task, attend_range};
 use super::portable::{EXP2, MIN_EXP};
+use crate::attend::softmax::States;
 use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES};
 use half::f16;
 use std::arch::x86_64::*;
@@ -21,34 +27,66 @@ impl Avx2 {
             is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
         all.then_some(Self(()))
     }
+
+    /// The loop, compiled for these instructions.
+    pub(crate) fn attend_range(self, task: &Task<'_>, scratch: &mut Scratch, states: &mut States) {
+        #[target_feature(enable = "avx2,fma,f16c")]
+        fn entry(kernel: Avx2, task: &Task<'_>, scratch: &mut Scratch, states: &mut States) {
+            attend_range(kernel, task, scratch, states);
+        }
+        // SAFETY: self proves the features.
+        unsafe { entry(self, task, scratch, states) }
+    }
+}
+
+/// Largest magnitude of a multiplier.
+const TOP: f32 = 32767.0;
+
+/// Multipliers of one fold: `value[h][i] = words[h][place(i)] * descale[h]`. The four of a quad stand in the order
+/// 0, 2, 1, 3: the even and the odd bytes of a line, widened, are the other operand.
+#[repr(align(32))]
+pub(crate) struct Words<const H: usize> {
+    pub(super) words: [[i16; MAX_FOLD]; H],
+    pub(super) descale: [f32; H],
+}
+
+impl<const H: usize> Words<H> {
+    const ZERO: Self = Self { words: [[0; MAX_FOLD]; H], descale: [0.0; H] };
 }
 
 impl Kernel for Avx2 {
-    type Folded<const H: usize> = [[f32; MAX_FOLD]; H];
+    type Folded<const H: usize> = Words<H>;
 
-    fn folded<const H: usize>(self) -> Self::Folded<H> {
-        [[0.0; MAX_FOLD]; H]
+    fn folded<const H: usize>(self) -> Words<H> {
+        Words::ZERO
     }
 
     #[inline(always)]
-    fn fold<const H: usize>(
-        self,
-        x: &[f32],
-        stride: usize,
-        scales: &[f16],
-        _bound: &[f32; H],
-        folded: &mut Self::Folded<H>,
-    ) {
+    fn fold<const H: usize>(self, x: &[f32], stride: usize, scales: &[f16], bound: &[f32; H], folded: &mut Words<H>) {
         assert!(scales.len() <= MAX_FOLD && scales.len().is_multiple_of(16));
         assert!(x.len() >= (H - 1) * stride + scales.len());
         // SAFETY: self proves the features; lengths were just checked.
-        unsafe { fold(x, stride, scales, folded) }
+        unsafe { fold(x, stride, scales, bound, folded) }
     }
 
-    fn raise(self, _top: &mut [f32], _y: &[f16]) {}
+    #[inline(always)]
+    fn largest(self, y: &[f16]) -> f32 {
+        // SAFETY: self proves the features; whole chunks of 16 are read.
+        unsafe { largest(y) }
+    }
 
-    fn bound<const H: usize>(self, _x: &[f32], _stride: usize, _top: &[f32]) -> [f32; H] {
-        [0.0; H]
+    #[inline(always)]
+    fn raise(self, top: &mut [f32], y: &[f16]) {
+        assert!(top.len() >= y.len() && y.len().is_multiple_of(16));
+        // SAFETY: self proves the features; lengths were just checked.
+        unsafe { raise(top, y) }
+    }
+
+    #[inline(always)]
+    fn bound<const H: usize>(self, x: &[f32], stride: usize, top: &[f32]) -> [f32; H] {
+        assert!(x.len() >= (H - 1) * stride + top.len() && top.len().is_multiple_of(16));
+        // SAFETY: self proves the features; lengths were just checked.
+        unsafe { bound(x, stride, top) }
     }
 
     #[inline(always)]
@@ -57,25 +95,14 @@ impl Kernel for Avx2 {
         bits: u32,
         codes: &[u8],
         lanes: usize,
-        folded: &Self::Folded<H>,
+        folded: &Words<H>,
         out: &mut [f32],
         stride: usize,
         prefetch: *const u8,
     ) {
         assert!(out.len() >= (H - 1) * stride + lanes && codes.len() * 8 <= MAX_FOLD * lanes * bits as usize);
         // SAFETY: self proves the features; out holds H rows of `lanes`, and the codes have at most MAX_FOLD rows.
-        unsafe {
-            match (bits, lanes) {
-                (8, PANEL_LANES) => panel::<8, 2, H>(codes, folded, out, stride, prefetch),
-                (4, PANEL_LANES) => panel::<4, 2, H>(codes, folded, out, stride, prefetch),
-                (3, PANEL_LANES) => panel::<3, 2, H>(codes, folded, out, stride, prefetch),
-                (_, PANEL_LANES) => panel::<2, 2, H>(codes, folded, out, stride, prefetch),
-                (8, _) => panel::<8, 1, H>(codes, folded, out, stride, prefetch),
-                (4, _) => panel::<4, 1, H>(codes, folded, out, stride, prefetch),
-                (3, _) => panel::<3, 1, H>(codes, folded, out, stride, prefetch),
-                (_, _) => panel::<2, 1, H>(codes, folded, out, stride, prefetch),
-            }
-        }
+        unsafe { panel(bits, codes, lanes, folded, out, stride, prefetch) }
     }
 
     #[inline(always)]
@@ -99,8 +126,12 @@ impl Kernel for Avx2 {
         assert!(out.len() >= (H - 1) * stride + PANEL_LANES);
         // SAFETY: self proves the features; lengths were just checked.
         unsafe {
-            f16_scores::<H>(q, head_dim, k, 0, out, stride, prefetch);
-            f16_scores::<H>(q, head_dim, k, 16, out, stride, prefetch);
+            if H <= 2 {
+                f16_scores::<H, 4>(q, head_dim, k, 0, out, stride, prefetch);
+            } else {
+                f16_scores::<H, 2>(q, head_dim, k, 0, out, stride, prefetch);
+                f16_scores::<H, 2>(q, head_dim, k, 16, out, stride, prefetch);
+            }
         }
     }
 
@@ -118,8 +149,13 @@ impl Kernel for Avx2 {
         assert!(out.len() >= (H - 1) * MAX_FOLD + head_dim);
         // SAFETY: self proves the features; lengths were just checked.
         unsafe {
-            for channel in (0..head_dim).step_by(16) {
-                f16_values::<H>(p, stride, v, head_dim, channel, out, prefetch);
+            let mut channel = 0;
+            while channel < head_dim {
+                channel += match head_dim - channel {
+                    64.. if H == 1 => f16_values::<H, 8>(p, stride, v, head_dim, channel, out, prefetch),
+                    32.. if H <= 2 => f16_values::<H, 4>(p, stride, v, head_dim, channel, out, prefetch),
+                    _ => f16_values::<H, 2>(p, stride, v, head_dim, channel, out, prefetch),
+                };
             }
         }
     }
@@ -134,150 +170,267 @@ impl Kernel for Avx2 {
 
     #[inline(always)]
     fn max(self, scores: &[f32]) -> f32 {
-        // SAFETY: self proves the features; whole chunks of 8 are read.
+        // SAFETY: self proves the features; whole chunks of 16 are read.
         unsafe { max(scores) }
     }
 
     #[inline(always)]
-    fn exp(self, scores: &mut [f32], max: f32, sum: &mut Lanes) -> f32 {
+    fn exp(self, scores: &mut [f32], max: f32, sum: &mut Lanes) {
         // SAFETY: self proves the features; whole chunks of 16 are read and written.
-        unsafe { exp(scores, max, sum) };
-        // Nobody here uses the largest.
-        0.0
+        unsafe { exp(scores, max, sum) }
     }
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn load_f16(p: *const f16) -> __m256 {
+pub(super) unsafe fn load_f16(p: *const f16) -> __m256 {
     // SAFETY: the caller gives 8 readable numbers.
     _mm256_cvtph_ps(unsafe { _mm_loadu_si128(p.cast()) })
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn fold<const H: usize>(x: &[f32], stride: usize, scales: &[f16], folded: &mut [[f32; MAX_FOLD]; H]) {
-    for i in (0..scales.len()).step_by(8) {
-        // SAFETY: the caller checked the lengths.
+fn largest_lane(x: __m256) -> f32 {
+    let x = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+    let x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)))
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn fold<const H: usize>(x: &[f32], stride: usize, scales: &[f16], bound: &[f32; H], folded: &mut Words<H>) {
+    let mut factor = [_mm256_setzero_ps(); H];
+    for h in 0..H {
+        // A bound of (almost) nothing leaves the factor 0: such products vanish in the sum.
+        factor[h] = _mm256_set1_ps(if bound[h] > 1e-30 { TOP / bound[h] } else { 0.0 });
+        folded.descale[h] = bound[h] / TOP;
+    }
+    // Words of the two quads in each 128-bit lane: 0, 2, 1, 3.
+    let order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+    for i in (0..scales.len()).step_by(16) {
+        // SAFETY: the caller checked that every row of x has as many elements as scales, a multiple of 16 and at most
+        // MAX_FOLD.
         unsafe {
-            let s = load_f16(scales.as_ptr().add(i));
-            for (h, folded) in folded.iter_mut().enumerate() {
-                let y = _mm256_mul_ps(_mm256_loadu_ps(x.as_ptr().add(h * stride + i)), s);
-                _mm256_storeu_ps(folded.as_mut_ptr().add(i), y);
+            let scales = [load_f16(scales.as_ptr().add(i)), load_f16(scales.as_ptr().add(i + 8))];
+            for h in 0..H {
+                let integers = |j: usize| {
+                    let y = _mm256_mul_ps(_mm256_loadu_ps(x.as_ptr().add(h * stride + i + 8 * j)), factor[h]);
+                    _mm256_cvtps_epi32(_mm256_mul_ps(y, scales[j]))
+                };
+                let words = _mm256_packs_epi32(integers(0), integers(1));
+                let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_shuffle_epi8(words, order));
+                _mm256_store_si256(folded.words[h].as_mut_ptr().add(i).cast(), words);
             }
         }
     }
 }
 
-/// One panel of `16*SETS` lanes, in two passes of 8 lanes per set (12 accumulators would not fit with all 16).
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn panel<const BITS: u32, const SETS: usize, const H: usize>(
-    codes: &[u8],
-    folded: &[[f32; MAX_FOLD]; H],
-    out: &mut [f32],
-    stride: usize,
-    prefetch: *const u8,
-) {
-    let byte_mask = _mm256_set1_epi32(((1u32 << BITS) - 1) as i32);
-    for half in 0..2 {
-        let mut acc = [[_mm256_setzero_ps(); SETS]; H];
-        // Field `field` of `line` is slot `slot`.
-        macro_rules! add_slot {
-            ($line:expr, $field:expr, $slot:expr) => {{
-                let (quad, set) = ($slot / SETS, $slot % SETS);
-                for j in 0..QUAD {
-                    let shift = _mm_cvtsi32_si128((8 * j + BITS as usize * $field) as i32);
-                    let code = _mm256_and_si256(_mm256_srl_epi32($line, shift), byte_mask);
-                    let code = _mm256_cvtepi32_ps(code);
-                    for h in 0..H {
-                        // SAFETY: quad is below rows/4, and rows are at most MAX_FOLD.
-                        let x = unsafe { _mm256_set1_ps(*folded[h].get_unchecked(QUAD * quad + j)) };
-                        acc[h][set] = _mm256_fmadd_ps(x, code, acc[h][set]);
-                    }
-                }
-            }};
+unsafe fn largest(y: &[f16]) -> f32 {
+    let mut top = [_mm256_setzero_ps(); 2];
+    for y in y.chunks_exact(16) {
+        // SAFETY: a chunk has 16 elements.
+        unsafe {
+            top[0] = _mm256_max_ps(top[0], load_f16(y.as_ptr()));
+            top[1] = _mm256_max_ps(top[1], load_f16(y.as_ptr().add(8)));
         }
-        let lines = codes.len() / LINE;
-        let line = |i: usize| {
-            // SAFETY: i < lines; a prefetch may name any address.
-            unsafe {
-                if half == 0 {
-                    _mm_prefetch::<_MM_HINT_T0>(prefetch.wrapping_add(i * LINE).cast());
-                }
-                _mm256_loadu_si256(codes.as_ptr().add(i * LINE + half * 32).cast())
-            }
-        };
-        match BITS {
-            8 => {
-                for i in 0..lines {
-                    let a = line(i);
-                    add_slot!(a, 0, i);
-                }
-            }
-            4 => {
-                for i in 0..lines {
-                    let a = line(i);
-                    add_slot!(a, 0, 2 * i);
-                    add_slot!(a, 1, 2 * i + 1);
-                }
-            }
-            2 => {
-                for i in 0..lines {
-                    let a = line(i);
-                    add_slot!(a, 0, 4 * i);
-                    add_slot!(a, 1, 4 * i + 1);
-                    add_slot!(a, 2, 4 * i + 2);
-                    add_slot!(a, 3, 4 * i + 3);
-                }
-            }
-            _ => {
-                let each = |byte: u8| _mm256_set1_epi8(byte as i8);
-                for i in 0..lines / 3 {
-                    let (a, b, c) = (line(3 * i), line(3 * i + 1), line(3 * i + 2));
-                    let d = _mm256_or_si256(
-                        _mm256_and_si256(_mm256_srli_epi16::<6>(a), each(0x03)),
-                        _mm256_or_si256(
-                            _mm256_and_si256(_mm256_srli_epi16::<4>(b), each(0x0c)),
-                            _mm256_and_si256(_mm256_srli_epi16::<2>(c), each(0x30)),
-                        ),
-                    );
-                    for (pair, line) in [a, b, c, d].into_iter().enumerate() {
-                        add_slot!(line, 0, 8 * i + 2 * pair);
-                        add_slot!(line, 1, 8 * i + 2 * pair + 1);
-                    }
-                }
-            }
-        }
-        for (h, acc) in acc.iter().enumerate() {
-            for (set, acc) in acc.iter().enumerate() {
-                // SAFETY: the caller checked that out has H rows of 16*SETS.
-                unsafe {
-                    let out = out.as_mut_ptr().add(h * stride + set * SLOT_LANES + half * 8);
-                    _mm256_storeu_ps(out, _mm256_add_ps(*acc, _mm256_loadu_ps(out)));
-                }
-            }
+    }
+    largest_lane(_mm256_max_ps(top[0], top[1]))
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn raise(top: &mut [f32], y: &[f16]) {
+    for i in (0..y.len()).step_by(8) {
+        // SAFETY: the caller checked the lengths.
+        unsafe {
+            let top = top.as_mut_ptr().add(i);
+            _mm256_storeu_ps(top, _mm256_max_ps(_mm256_loadu_ps(top), load_f16(y.as_ptr().add(i))));
         }
     }
 }
+
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn bound<const H: usize>(x: &[f32], stride: usize, top: &[f32]) -> [f32; H] {
+    let sign = _mm256_set1_ps(-0.0);
+    let mut bounds = [0.0; H];
+    for (h, bound) in bounds.iter_mut().enumerate() {
+        let mut largest = _mm256_setzero_ps();
+        for i in (0..top.len()).step_by(8) {
+            // SAFETY: the caller checked the lengths.
+            let y = unsafe {
+                _mm256_mul_ps(_mm256_loadu_ps(x.as_ptr().add(h * stride + i)), _mm256_loadu_ps(top.as_ptr().add(i)))
+            };
+            largest = _mm256_max_ps(largest, _mm256_andnot_ps(sign, y));
+        }
+        *bound = largest_lane(largest);
+    }
+    bounds
+}
+
+/// Defines `panel` for an instruction set. `$dot(sums, words, x)` adds the dot products of pairs of 16-bit words; up to
+/// `$two_chains` query vectors it does so on two chains of sums, where one would wait for its own results.
+macro_rules! panel_with {
+    ($features:literal, $two_chains:literal, $dot:expr) => {
+        /// One panel of any kind. The processor must have the features, `out` H rows of `lanes`, and the panel at most
+        /// MAX_FOLD rows.
+        #[inline(always)]
+        unsafe fn panel<const H: usize>(
+            bits: u32,
+            codes: &[u8],
+            lanes: usize,
+            folded: &Words<H>,
+            out: &mut [f32],
+            stride: usize,
+            prefetch: *const u8,
+        ) {
+            // SAFETY: the caller promises what panel_of asks.
+            unsafe {
+                match (bits, lanes) {
+                    (8, PANEL_LANES) => panel_of::<8, 2, H>(codes, folded, out, stride, prefetch),
+                    (4, PANEL_LANES) => panel_of::<4, 2, H>(codes, folded, out, stride, prefetch),
+                    (3, PANEL_LANES) => panel_of::<3, 2, H>(codes, folded, out, stride, prefetch),
+                    (_, PANEL_LANES) => panel_of::<2, 2, H>(codes, folded, out, stride, prefetch),
+                    (8, _) => panel_of::<8, 1, H>(codes, folded, out, stride, prefetch),
+                    (4, _) => panel_of::<4, 1, H>(codes, folded, out, stride, prefetch),
+                    (3, _) => panel_of::<3, 1, H>(codes, folded, out, stride, prefetch),
+                    (_, _) => panel_of::<2, 1, H>(codes, folded, out, stride, prefetch),
+                }
+            }
+        }
+
+        /// One panel of `16*SETS` lanes, in two passes of 8 lanes per set: 4 vectors x 2 sets are half of 16 registers.
+        /// The field of set s is left at bit `BITS*s`.
+        #[inline(never)]
+        #[target_feature(enable = $features)]
+        unsafe fn panel_of<const BITS: u32, const SETS: usize, const H: usize>(
+            codes: &[u8],
+            folded: &Words<H>,
+            out: &mut [f32],
+            stride: usize,
+            prefetch: *const u8,
+        ) {
+            let bit = |set: usize| if BITS < 8 { BITS * set as u32 } else { 0 };
+            // Opaque, or the compiler rebuilds the masks from constants for every line, which costs a shuffle each.
+            let mask = [0, 1].map(|set| {
+                let field = ((1u32 << BITS) - 1) << if SETS == 2 { bit(set) } else { 0 };
+                _mm256_set1_epi16(std::hint::black_box(field as i16))
+            });
+            for half in 0..2 {
+                let chains = if H <= $two_chains { 2 } else { 1 };
+                let mut acc = [[[_mm256_setzero_si256(); SETS]; H]; 2];
+                // The codes of set s of `quad` are the fields `shift` bits up in `$lines[s]`.
+                macro_rules! add_quad {
+                    ($lines:expr, $shift:expr, $quad:expr) => {
+                        for pair in 0..2 {
+                            let mut words: [__m256i; 2] = $lines;
+                            for set in 0..SETS {
+                                let shift = 8 * pair + $shift;
+                                if shift > 0 {
+                                    words[set] = _mm256_srl_epi16(words[set], _mm_cvtsi32_si128(shift as i32));
+                                }
+                                if BITS < 8 || pair == 0 {
+                                    words[set] = _mm256_and_si256(words[set], mask[set]);
+                                }
+                            }
+                            for h in 0..H {
+                                let at = QUAD * $quad + 2 * pair;
+                                // SAFETY: quad is below rows/4, and rows are at most MAX_FOLD.
+                                let x = unsafe { folded.words[h].as_ptr().add(at).cast::<i32>().read_unaligned() };
+                                let x = _mm256_set1_epi32(x);
+                                for set in 0..SETS {
+                                    let acc = &mut acc[pair % chains][h][set];
+                                    *acc = $dot(*acc, words[set], x);
+                                }
+                            }
+                        }
+                    };
+                }
+                let lines = codes.len() / LINE;
+                let line = |i: usize| {
+                    // SAFETY: i < lines; a prefetch may name any address.
+                    unsafe {
+                        if half == 0 {
+                            _mm_prefetch::<_MM_HINT_T0>(prefetch.wrapping_add(i * LINE).cast());
+                        }
+                        _mm256_loadu_si256(codes.as_ptr().add(i * LINE + half * 32).cast())
+                    }
+                };
+                match BITS {
+                    8 => {
+                        for i in 0..lines / SETS {
+                            let a = line(SETS * i);
+                            let b = if SETS == 2 { line(SETS * i + 1) } else { a };
+                            add_quad!([a, b], 0, i);
+                        }
+                    }
+                    4 | 2 => {
+                        let quads = 8 / BITS as usize / SETS;
+                        for i in 0..lines {
+                            let a = line(i);
+                            for j in 0..quads {
+                                add_quad!([a, a], BITS as usize * SETS * j, quads * i + j);
+                            }
+                        }
+                    }
+                    _ => {
+                        let each = |byte: u8| _mm256_set1_epi8(byte as i8);
+                        for i in 0..lines / 3 {
+                            let (a, b, c) = (line(3 * i), line(3 * i + 1), line(3 * i + 2));
+                            let d = _mm256_or_si256(
+                                _mm256_and_si256(_mm256_srli_epi16::<6>(a), each(0x03)),
+                                _mm256_or_si256(
+                                    _mm256_and_si256(_mm256_srli_epi16::<4>(b), each(0x0c)),
+                                    _mm256_and_si256(_mm256_srli_epi16::<2>(c), each(0x30)),
+                                ),
+                            );
+                            for (k, line) in [a, b, c, d].into_iter().enumerate() {
+                                for j in 0..2 / SETS {
+                                    add_quad!([line, line], 3 * j, (4 * i + k) * (2 / SETS) + j);
+                                }
+                            }
+                        }
+                    }
+                }
+                for h in 0..H {
+                    for set in 0..SETS {
+                        let descale = _mm256_set1_ps(folded.descale[h] / (1u32 << bit(set)) as f32);
+                        let sum = _mm256_cvtepi32_ps(_mm256_add_epi32(acc[0][h][set], acc[1][h][set]));
+                        // SAFETY: the caller checked that out has H rows of 16*SETS.
+                        unsafe {
+                            let out = out.as_mut_ptr().add(h * stride + set * SLOT_LANES + half * 8);
+                            _mm256_storeu_ps(out, _mm256_fmadd_ps(sum, descale, _mm256_loadu_ps(out)));
+                        }
+                    }
+                }
+            }
+        }
+    };
+}
+pub(super) use panel_with;
+
+panel_with!("avx2,fma,f16c", 0, |sums, words, x| _mm256_add_epi32(sums, _mm256_madd_epi16(words, x)));
 
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn dot<const H: usize>(x: &[f32], stride: usize, y: &[f16], sums: &mut [Lanes; H]) {
-    // SAFETY: the caller checked the lengths; Lanes are 16 numbers.
+    // SAFETY: the caller checked the lengths; Lanes are 16 aligned numbers.
     unsafe {
+        let mut acc = [[_mm256_setzero_ps(); 2]; H];
+        for h in 0..H {
+            (0..2).for_each(|i| acc[h][i] = _mm256_load_ps(sums[h].0.as_ptr().add(8 * i)));
+        }
         for i in (0..y.len()).step_by(16) {
             let y = [load_f16(y.as_ptr().add(i)), load_f16(y.as_ptr().add(i + 8))];
-            for (h, sums) in sums.iter_mut().enumerate() {
-                for (half, y) in y.iter().enumerate() {
-                    let sum = sums.0.as_mut_ptr().add(8 * half);
-                    let x = _mm256_loadu_ps(x.as_ptr().add(h * stride + i + 8 * half));
-                    _mm256_storeu_ps(sum, _mm256_fmadd_ps(x, *y, _mm256_loadu_ps(sum)));
-                }
+            for (h, acc) in acc.iter_mut().enumerate() {
+                let x = x.as_ptr().add(h * stride + i);
+                (0..2).for_each(|j| acc[j] = _mm256_fmadd_ps(_mm256_loadu_ps(x.add(8 * j)), y[j], acc[j]));
             }
+        }
+        for h in 0..H {
+            (0..2).for_each(|i| _mm256_store_ps(sums[h].0.as_mut_ptr().add(8 * i), acc[h][i]));
         }
     }
 }
 
-/// Scores of 16 of the 32 tokens, from `token` on.
+/// Scores of `8*N` of the 32 tokens, from `token` on.
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn f16_scores<const H: usize>(
+unsafe fn f16_scores<const H: usize, const N: usize>(
     q: &[f32],
     head_dim: usize,
     k: &[f16],
@@ -286,7 +439,7 @@ unsafe fn f16_scores<const H: usize>(
     stride: usize,
     prefetch: *const u8,
 ) {
-    let mut acc = [[_mm256_setzero_ps(); 2]; H];
+    let mut acc = [[_mm256_setzero_ps(); N]; H];
     for channel in 0..head_dim {
         // SAFETY: the caller checked the lengths; a prefetch may name any address.
         unsafe {
@@ -294,11 +447,11 @@ unsafe fn f16_scores<const H: usize>(
                 _mm_prefetch::<_MM_HINT_T0>(prefetch.wrapping_add(channel * LINE).cast());
             }
             let row = k.as_ptr().add(channel * PANEL_LANES + token);
-            let k = [load_f16(row), load_f16(row.add(8))];
+            let mut k = [_mm256_setzero_ps(); N];
+            (0..N).for_each(|i| k[i] = load_f16(row.add(8 * i)));
             for (h, acc) in acc.iter_mut().enumerate() {
                 let x = _mm256_set1_ps(*q.get_unchecked(h * head_dim + channel));
-                acc[0] = _mm256_fmadd_ps(x, k[0], acc[0]);
-                acc[1] = _mm256_fmadd_ps(x, k[1], acc[1]);
+                (0..N).for_each(|i| acc[i] = _mm256_fmadd_ps(x, k[i], acc[i]));
             }
         }
     }
@@ -306,15 +459,14 @@ unsafe fn f16_scores<const H: usize>(
         // SAFETY: the caller checked that out has H rows of 32.
         unsafe {
             let out = out.as_mut_ptr().add(h * stride + token);
-            _mm256_storeu_ps(out, acc[0]);
-            _mm256_storeu_ps(out.add(8), acc[1]);
+            (0..N).for_each(|i| _mm256_storeu_ps(out.add(8 * i), acc[i]));
         }
     }
 }
 
-/// 16 channels from `channel` on.
+/// `8*N` channels from `channel` on; returns how many that is.
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn f16_values<const H: usize>(
+unsafe fn f16_values<const H: usize, const N: usize>(
     p: &[f32],
     stride: usize,
     v: &[f16],
@@ -322,54 +474,58 @@ unsafe fn f16_values<const H: usize>(
     channel: usize,
     out: &mut [f32],
     prefetch: *const u8,
-) {
+) -> usize {
     let out = out.as_mut_ptr();
-    let mut acc = [[_mm256_setzero_ps(); 2]; H];
+    let out = |h: usize, i: usize| out.wrapping_add(h * MAX_FOLD + channel + 8 * i);
+    let mut acc = [[_mm256_setzero_ps(); N]; H];
     // SAFETY: the caller checked that out has H rows of head_dim, v whole rows of head_dim, and p a weight for each.
     unsafe {
-        for (h, acc) in acc.iter_mut().enumerate() {
-            (0..2).for_each(|i| acc[i] = _mm256_loadu_ps(out.add(h * MAX_FOLD + channel + 8 * i)));
+        for h in 0..H {
+            (0..N).for_each(|i| acc[h][i] = _mm256_loadu_ps(out(h, i)));
         }
         for token in 0..v.len() / head_dim {
             let at = token * head_dim + channel;
             if channel.is_multiple_of(32) {
-                _mm_prefetch::<_MM_HINT_T0>(prefetch.wrapping_add(2 * at).cast());
+                for i in 0..N.div_ceil(4) {
+                    _mm_prefetch::<_MM_HINT_T0>(prefetch.wrapping_add(2 * at + i * LINE).cast());
+                }
             }
             let row = v.as_ptr().add(at);
-            let v = [load_f16(row), load_f16(row.add(8))];
+            let mut values = [_mm256_setzero_ps(); N];
+            (0..N).for_each(|i| values[i] = load_f16(row.add(8 * i)));
             for (h, acc) in acc.iter_mut().enumerate() {
                 let x = _mm256_set1_ps(*p.get_unchecked(h * stride + token));
-                acc[0] = _mm256_fmadd_ps(x, v[0], acc[0]);
-                acc[1] = _mm256_fmadd_ps(x, v[1], acc[1]);
+                (0..N).for_each(|i| acc[i] = _mm256_fmadd_ps(x, values[i], acc[i]));
             }
         }
-        for (h, acc) in acc.iter().enumerate() {
-            (0..2).for_each(|i| _mm256_storeu_ps(out.add(h * MAX_FOLD + channel + 8 * i), acc[i]));
+        for h in 0..H {
+            (0..N).for_each(|i| _mm256_storeu_ps(out(h, i), acc[h][i]));
         }
     }
+    8 * N
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn max(scores: &[f32]) -> f32 {
-    let mut top = _mm256_set1_ps(f32::NEG_INFINITY);
-    for s in scores.chunks_exact(8) {
-        // SAFETY: a chunk has 8 elements.
-        top = _mm256_max_ps(top, unsafe { _mm256_loadu_ps(s.as_ptr()) });
+    let mut top = [_mm256_set1_ps(f32::NEG_INFINITY); 2];
+    for s in scores.chunks_exact(16) {
+        // SAFETY: a chunk has 16 elements.
+        (0..2).for_each(|i| top[i] = _mm256_max_ps(top[i], unsafe { _mm256_loadu_ps(s.as_ptr().add(8 * i)) }));
     }
-    let top = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps::<1>(top));
-    let top = _mm_max_ps(top, _mm_movehl_ps(top, top));
-    _mm_cvtss_f32(_mm_max_ss(top, _mm_movehdup_ps(top)))
+    largest_lane(_mm256_max_ps(top[0], top[1]))
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn exp(scores: &mut [f32], max: f32, sum: &mut Lanes) {
     let max = _mm256_set1_ps(max);
     let least = _mm256_set1_ps(MIN_EXP);
+    // SAFETY: Lanes are 16 aligned numbers.
+    let mut total = unsafe { [_mm256_load_ps(sum.0.as_ptr()), _mm256_load_ps(sum.0.as_ptr().add(8))] };
     for s in scores.chunks_exact_mut(16) {
-        for half in [0, 8] {
-            // SAFETY: a chunk and Lanes have 16 elements.
+        for (half, total) in total.iter_mut().enumerate() {
+            // SAFETY: a chunk has 16 elements.
             unsafe {
-                let (s, sum) = (s.as_mut_ptr().add(half), sum.0.as_mut_ptr().add(half));
+                let s = s.as_mut_ptr().add(8 * half);
                 let x = _mm256_sub_ps(_mm256_loadu_ps(s), max);
                 let seen = _mm256_cmp_ps::<_CMP_GE_OQ>(x, least);
                 let y = _mm256_mul_ps(_mm256_max_ps(x, least), _mm256_set1_ps(std::f32::consts::LOG2_E));
@@ -381,9 +537,14 @@ unsafe fn exp(scores: &mut [f32], max: f32, sum: &mut Lanes) {
                 }
                 let power = _mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)));
                 let e = _mm256_and_ps(_mm256_mul_ps(p, _mm256_castsi256_ps(power)), seen);
-                _mm256_storeu_ps(sum, _mm256_add_ps(_mm256_loadu_ps(sum), e));
+                *total = _mm256_add_ps(*total, e);
                 _mm256_storeu_ps(s, e);
             }
         }
+    }
+    // SAFETY: as above.
+    unsafe {
+        _mm256_store_ps(sum.0.as_mut_ptr(), total[0]);
+        _mm256_store_ps(sum.0.as_mut_ptr().add(8), total[1]);
     }
 }

@@ -7,8 +7,9 @@
 //! Tried and lost: one limb per multiplier (error 0.15 unless the codes are centred).
 //! NOT here: the loop (generic.rs), the bit format (quant/pack.rs).
 
-use super::generic::{Kernel, Lanes, MAX_FOLD};
+use super::generic::{Kernel, Lanes, MAX_FOLD, Scratch, Task, attend_range};
 use super::portable::{EXP2, MIN_EXP};
+use crate::attend::softmax::States;
 use crate::quant::pack::{LINE, PANEL_LANES, SLOT_LANES};
 use half::f16;
 use std::arch::x86_64::*;
@@ -28,6 +29,16 @@ impl Avx512Vnni {
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vnni");
         all.then_some(Self(()))
+    }
+
+    /// The loop, compiled for these instructions.
+    pub(crate) fn attend_range(self, task: &Task<'_>, scratch: &mut Scratch, states: &mut States) {
+        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+        fn entry(kernel: Avx512Vnni, task: &Task<'_>, scratch: &mut Scratch, states: &mut States) {
+            attend_range(kernel, task, scratch, states);
+        }
+        // SAFETY: self proves the features.
+        unsafe { entry(self, task, scratch, states) }
     }
 }
 
@@ -54,6 +65,12 @@ impl Kernel for Avx512Vnni {
         assert!(x.len() >= (H - 1) * stride + scales.len());
         // SAFETY: self proves the features; lengths were just checked.
         unsafe { fold(x, stride, scales, bound, folded) }
+    }
+
+    #[inline(always)]
+    fn largest(self, y: &[f16]) -> f32 {
+        // SAFETY: self proves the features; whole chunks of 32 are read.
+        unsafe { largest(y) }
     }
 
     #[inline(always)]
@@ -160,7 +177,7 @@ impl Kernel for Avx512Vnni {
     }
 
     #[inline(always)]
-    fn exp(self, scores: &mut [f32], max: f32, sum: &mut Lanes) -> f32 {
+    fn exp(self, scores: &mut [f32], max: f32, sum: &mut Lanes) {
         // SAFETY: self proves the features; whole chunks of 16 are read and written.
         unsafe { exp(scores, max, sum) }
     }
@@ -253,6 +270,7 @@ unsafe fn bound<const H: usize>(x: &[f32], stride: usize, top: &[f32]) -> [f32; 
 }
 
 /// One panel of `16*SETS` lanes. Slots go to the accumulator of their set; the field of set s is left at bit `BITS*s`.
+#[inline(never)]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn panel<const BITS: u32, const SETS: usize, const H: usize>(
     codes: &[u8],
@@ -447,6 +465,19 @@ unsafe fn f16_values<const H: usize, const N: usize>(
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+unsafe fn largest(y: &[f16]) -> f32 {
+    let mut top = [_mm512_setzero_ps(); 2];
+    for y in y.chunks_exact(32) {
+        // SAFETY: a chunk has 32 elements.
+        unsafe {
+            top[0] = _mm512_max_ps(top[0], load_f16(y.as_ptr()));
+            top[1] = _mm512_max_ps(top[1], load_f16(y.as_ptr().add(16)));
+        }
+    }
+    _mm512_reduce_max_ps(_mm512_max_ps(top[0], top[1]))
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn max(scores: &[f32]) -> f32 {
     let mut top = _mm512_set1_ps(f32::NEG_INFINITY);
     for s in scores.chunks_exact(16) {
@@ -457,10 +488,9 @@ unsafe fn max(scores: &[f32]) -> f32 {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn exp(scores: &mut [f32], max: f32, sum: &mut Lanes) -> f32 {
+unsafe fn exp(scores: &mut [f32], max: f32, sum: &mut Lanes) {
     let max = _mm512_set1_ps(max);
     let least = _mm512_set1_ps(MIN_EXP);
-    let mut largest = _mm512_setzero_ps();
     // SAFETY: Lanes are 16 aligned numbers.
     let mut total = unsafe { _mm512_load_ps(sum.0.as_ptr()) };
     for s in scores.chunks_exact_mut(16) {
@@ -477,11 +507,9 @@ unsafe fn exp(scores: &mut [f32], max: f32, sum: &mut Lanes) -> f32 {
             }
             let e = _mm512_maskz_scalef_ps(seen, p, n);
             total = _mm512_add_ps(total, e);
-            largest = _mm512_max_ps(largest, e);
             _mm512_storeu_ps(s.as_mut_ptr(), e);
         }
     }
     // SAFETY: as above.
     unsafe { _mm512_store_ps(sum.0.as_mut_ptr(), total) };
-    _mm512_reduce_max_ps(largest)
 }

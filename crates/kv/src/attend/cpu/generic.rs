@@ -17,8 +17,6 @@ use std::ops::Range;
 pub(crate) const RANGE_LEN: usize = 512;
 /// Query vectors that share one pass over the codes: 4 vectors x 2 limbs x 2 sets of lanes fill half of 32 registers.
 pub(crate) const MAX_VECTORS: usize = 4;
-/// Longest group.
-const MAX_GROUP: usize = 128;
 /// Longest fold: channels of a head, or tokens of a group.
 pub(crate) const MAX_FOLD: usize = 256;
 
@@ -93,6 +91,8 @@ pub(crate) trait Kernel: Copy {
         bound: &[f32; H],
         folded: &mut Self::Folded<H>,
     );
+    /// Largest of `y`; its length is a multiple of 32. Kernels that fold without bounds may say 0.
+    fn largest(self, y: &[f16]) -> f32;
     /// `top[i] = max(top[i], y[i])`; the length of `y` is a multiple of 16.
     fn raise(self, top: &mut [f32], y: &[f16]);
     /// Largest of `|x[h][i]| * top[i]`; the length of `top` is a multiple of 16.
@@ -137,37 +137,56 @@ pub(crate) trait Kernel: Copy {
     fn prefetch(self, from: *const u8, bytes: usize);
     /// Largest score; the length is a multiple of 16.
     fn max(self, scores: &[f32]) -> f32;
-    /// `scores[i] = exp(scores[i] - max)`, exactly 0 for -inf; adds the results to `sum` and returns the largest.
-    fn exp(self, scores: &mut [f32], max: f32, sum: &mut Lanes) -> f32;
+    /// `scores[i] = exp(scores[i] - max)`, exactly 0 for -inf; adds the results to `sum`. The length is a multiple of 16.
+    fn exp(self, scores: &mut [f32], max: f32, sum: &mut Lanes);
 }
 
+/// Working memory of one range, kept from range to range: what is read of it was written for the same range before.
 #[repr(align(64))]
-struct Scores<const H: usize>([[f32; RANGE_LEN]; H]);
+pub(crate) struct Scratch {
+    /// `[vectors][RANGE_LEN]`
+    scores: [[f32; RANGE_LEN]; MAX_VECTORS],
+    /// `[vectors][MAX_FOLD]`
+    out: [[f32; MAX_FOLD]; MAX_VECTORS],
+}
 
-#[repr(align(64))]
-struct Output<const H: usize>([[f32; MAX_FOLD]; H]);
+impl Scratch {
+    pub(crate) fn new() -> Box<Self> {
+        Box::new(Self { scores: [[0.0; RANGE_LEN]; MAX_VECTORS], out: [[0.0; MAX_FOLD]; MAX_VECTORS] })
+    }
+}
 
+/// Groups or blocks of a range, at most.
+const MAX_STEPS: usize = RANGE_LEN / F16_BLOCK_LEN;
 /// Largest weight of each group of a range, per query vector.
-type Tops<const H: usize> = [[f32; H]; RANGE_LEN / F16_BLOCK_LEN];
+type Tops<const H: usize> = [[f32; MAX_STEPS]; H];
 
 /// Attends the range for all query vectors, [`MAX_VECTORS`] at a time, and merges each vector's partial state into
 /// `states`. A vector's state does not depend on its neighbours.
-pub(crate) fn attend_range<K: Kernel>(kernel: K, task: &Task<'_>, states: &mut States) {
+#[inline(always)]
+pub(crate) fn attend_range<K: Kernel>(kernel: K, task: &Task<'_>, scratch: &mut Scratch, states: &mut States) {
     let vectors = task.last_visible.len();
     let mut first = 0;
     while first < vectors {
         let n = task.vectors_per_unpack.min(vectors - first);
         match n {
-            1 => attend_vectors::<K, 1>(kernel, task, first, states),
-            2 => attend_vectors::<K, 2>(kernel, task, first, states),
-            3 => attend_vectors::<K, 3>(kernel, task, first, states),
-            _ => attend_vectors::<K, 4>(kernel, task, first, states),
+            1 => attend_vectors::<K, 1>(kernel, task, first, scratch, states),
+            2 => attend_vectors::<K, 2>(kernel, task, first, scratch, states),
+            3 => attend_vectors::<K, 3>(kernel, task, first, scratch, states),
+            _ => attend_vectors::<K, 4>(kernel, task, first, scratch, states),
         }
         first += n;
     }
 }
 
-fn attend_vectors<K: Kernel, const H: usize>(kernel: K, task: &Task<'_>, first: usize, states: &mut States) {
+#[inline(always)]
+fn attend_vectors<K: Kernel, const H: usize>(
+    kernel: K,
+    task: &Task<'_>,
+    first: usize,
+    scratch: &mut Scratch,
+    states: &mut States,
+) {
     let (d, base) = (task.head_dim, task.range.start);
     let q = &task.q[first * d..][..H * d];
     let last_visible = &task.last_visible[first..][..H];
@@ -176,52 +195,60 @@ fn attend_vectors<K: Kernel, const H: usize>(kernel: K, task: &Task<'_>, first: 
     if end <= base || end <= task.first_visible {
         return;
     }
-    let keys = Keys { task, packed: base..task.edge.min(end).max(base), f16: task.edge.clamp(base, end)..end };
+    let keys = Keys::new(task, end);
     let sinks = if base == 0 { task.sinks.min(end) } else { 0 };
+    let sink_rows = (sinks > 0).then(|| task.source.sinks(task.head));
 
-    let mut scores = Scores([[0.0; RANGE_LEN]; H]);
     let mut folded = kernel.folded::<H>();
-    keys.scores(kernel, q, scores.0.as_flattened_mut(), &mut folded);
+    keys.scores(kernel, q, scratch.scores.as_flattened_mut(), &mut folded);
     for j in 0..sinks {
         let mut dots = [Lanes::ZERO; H];
-        kernel.dot(q, d, &task.source.sinks(task.head).0[j * d..][..d], &mut dots);
-        (0..H).for_each(|h| scores.0[h][j] = dots[h].total());
+        let k = sink_rows.expect("there are sinks").0;
+        kernel.dot(q, d, &k[j * d..][..d], &mut dots);
+        (0..H).for_each(|h| scratch.scores[h][j] = dots[h].total());
     }
 
     let padded = keys.padded_len();
     let step = keys.step();
     let (mut m, mut l) = ([f32::NEG_INFINITY; H], [0.0; H]);
-    let mut tops: Tops<H> = [[0.0; H]; RANGE_LEN / F16_BLOCK_LEN];
-    let mut out = Output([[0.0; MAX_FOLD]; H]);
+    let mut tops: Tops<H> = [[f32::NEG_INFINITY; MAX_STEPS]; H];
     for h in 0..H {
-        let row = &mut scores.0[h][..padded];
+        let row = &mut scratch.scores[h][..padded];
+        let out = &mut scratch.out[h][..d];
+        out.fill(0.0);
         if let Some(cap) = task.softcap {
             row.iter_mut().for_each(|s| *s = cap * (*s / cap).tanh());
         }
         row[..task.first_visible.saturating_sub(base).min(padded)].fill(f32::NEG_INFINITY);
         row[(last_visible[h] + 1).clamp(base, end) - base..].fill(f32::NEG_INFINITY);
-        m[h] = kernel.max(row);
+        // The packed codes of a sink token are not its values: its weight is spent apart.
+        let mut sink_scores = [f32::NEG_INFINITY; SLOT_LANES];
+        sink_scores[..sinks].copy_from_slice(&row[..sinks]);
+        row[..sinks].fill(f32::NEG_INFINITY);
+        for (top, group) in tops[h].iter_mut().zip(row.chunks(step)) {
+            *top = kernel.max(group);
+        }
+        m[h] = kernel.max(&tops[h]).max(kernel.max(&sink_scores));
         if m[h] == f32::NEG_INFINITY {
             row.fill(0.0);
             continue;
         }
         let mut sum = Lanes::ZERO;
-        for j in 0..sinks {
-            // The packed codes of a sink token are not its values: its weight is spent here.
-            let p = (std::mem::replace(&mut row[j], f32::NEG_INFINITY) - m[h]).exp();
-            sum.0[j] += p;
-            let v = &task.source.sinks(task.head).1[j * d..][..d];
-            (0..d).for_each(|i| out.0[h][i] += p * v[i].to_f32());
+        if sinks > 0 {
+            kernel.exp(&mut sink_scores, m[h], &mut sum);
+            let v = sink_rows.expect("there are sinks").1;
+            for (p, v) in sink_scores[..sinks].iter().zip(v.chunks_exact(d)) {
+                out.iter_mut().zip(v).for_each(|(o, v)| *o += p * v.to_f32());
+            }
         }
-        for (top, group) in tops.iter_mut().zip(row.chunks_mut(step)) {
-            top[h] = kernel.exp(group, m[h], &mut sum);
-        }
+        kernel.exp(row, m[h], &mut sum);
+        kernel.exp(&mut tops[h], m[h], &mut Lanes::ZERO.clone());
         l[h] = sum.total();
     }
 
-    keys.values(kernel, scores.0.as_flattened(), &tops, out.0.as_flattened_mut(), &mut folded);
+    keys.values(kernel, scratch.scores.as_flattened(), &tops, scratch.out.as_flattened_mut(), &mut folded);
     for h in 0..H {
-        states.merge(first + h, m[h], l[h], &out.0[h][..d]);
+        states.merge(first + h, m[h], l[h], &scratch.out[h][..d]);
     }
 }
 
@@ -230,9 +257,31 @@ struct Keys<'a> {
     task: &'a Task<'a>,
     packed: Range<usize>,
     f16: Range<usize>,
+    /// Records of the packed part, the first `groups` of the array.
+    records: [&'a [u8]; MAX_STEPS],
+    groups: usize,
 }
 
-impl Keys<'_> {
+impl<'a> Keys<'a> {
+    /// The task's keys before `end`.
+    #[inline(always)]
+    fn new(task: &'a Task<'a>, end: usize) -> Self {
+        let base = task.range.start;
+        let packed = base..task.edge.min(end).max(base);
+        let mut records: [&[u8]; MAX_STEPS] = [&[]; MAX_STEPS];
+        let mut groups = 0;
+        if let Some(layout) = task.records {
+            groups = packed.len().div_ceil(layout.group_len);
+            let first = base / layout.group_len;
+            (0..groups).for_each(|i| records[i] = task.source.record(task.head, first + i));
+        }
+        Self { task, packed, f16: task.edge.clamp(base, end)..end, records, groups }
+    }
+
+    fn records(&self) -> &[&'a [u8]] {
+        &self.records[..self.groups]
+    }
+
     fn base(&self) -> usize {
         self.task.range.start
     }
@@ -248,12 +297,6 @@ impl Keys<'_> {
         (self.f16.end - self.base()).next_multiple_of(step)
     }
 
-    /// `(position, record)` of the groups of the packed part.
-    fn records<'a>(&'a self, layout: &'a RecordLayout) -> impl Iterator<Item = (usize, &'a [u8])> {
-        let groups = self.packed.start / layout.group_len..self.packed.end.div_ceil(layout.group_len);
-        groups.map(|g| (g * layout.group_len, self.task.source.record(self.task.head, g)))
-    }
-
     /// `(position, K, V)` of the f16 blocks: the dequantized packed part (when records are not read), then the f16 part.
     fn f16_blocks(&self) -> impl Iterator<Item = (usize, (&[f16], &[f16]))> {
         let (source, head) = (self.task.source, self.task.head);
@@ -264,28 +307,27 @@ impl Keys<'_> {
     }
 
     /// Scores of every key; `out`: `[H][RANGE_LEN]`.
+    #[inline(always)]
     fn scores<K: Kernel, const H: usize>(&self, kernel: K, q: &[f32], out: &mut [f32], folded: &mut K::Folded<H>) {
         let d = self.task.head_dim;
-        if let Some(layout) = self.task.records {
+        if let Some(layout) = self.task.records.filter(|_| self.groups > 0) {
             let keys = layout.k_bytes();
-            let mut records = self.records(layout).peekable();
-            let first = records.peek().map(|r| r.1);
             // One bound per range costs a look at every scale, but no look at the products of every group and vector.
             let mut top = [0.0; MAX_FOLD];
-            self.records(layout).for_each(|(_, record)| kernel.raise(&mut top[..d], layout.k_params(record).0));
+            self.records().iter().for_each(|record| kernel.raise(&mut top[..d], layout.k_params(record).0));
             let bound = kernel.bound::<H>(q, d, &top[..d]);
-            while let Some((position, record)) = records.next() {
+            for (i, record) in self.records().iter().enumerate() {
                 // While these keys are read, the next ones are fetched, and after the last keys the first values.
-                let ahead = match (records.peek(), first) {
-                    (Some((_, next)), _) => Ahead::of(kernel, &next[keys.clone()], keys.start),
-                    (None, Some(first)) => Ahead::of(kernel, &first[layout.v_bytes()], keys.start),
-                    (None, None) => unreachable!("there is a record"),
+                let next = match self.records().get(i + 1) {
+                    Some(next) => &next[keys.clone()],
+                    None => &self.records[0][layout.v_bytes()],
                 };
+                let ahead = Ahead::of(kernel, next, keys.start);
                 let (scales, zeros) = layout.k_params(record);
                 kernel.fold::<H>(q, d, scales, &bound, folded);
                 let mut zero = [Lanes::ZERO; H];
                 kernel.dot(q, d, zeros, &mut zero);
-                let at = position - self.base();
+                let at = i * layout.group_len;
                 (0..H).for_each(|h| out[h * RANGE_LEN + at..][..layout.group_len].fill(zero[h].total()));
                 for p in layout.k_panels() {
                     let out = &mut out[at + p.first_lane..];
@@ -302,6 +344,7 @@ impl Keys<'_> {
     }
 
     /// Adds every key's value; `p`: `[H][RANGE_LEN]` weights, `tops` their largest per group, `out`: `[H][MAX_FOLD]`.
+    #[inline(always)]
     fn values<K: Kernel, const H: usize>(
         &self,
         kernel: K,
@@ -311,29 +354,23 @@ impl Keys<'_> {
         folded: &mut K::Folded<H>,
     ) {
         let d = self.task.head_dim;
-        if let Some(layout) = self.task.records {
+        if let Some(layout) = self.task.records.filter(|_| self.groups > 0) {
             // At most head_dim / 32 channel groups.
             let mut zero_sums = [[Lanes::ZERO; H]; MAX_FOLD / 32];
             let values = layout.v_bytes();
-            let mut records = self.records(layout).peekable();
-            while let Some((position, record)) = records.next() {
-                let ahead = match (records.peek(), self.task.next_group) {
-                    (Some((_, next)), _) => Ahead::of(kernel, &next[values.clone()], values.start),
-                    (None, Some(group)) => {
-                        let next = &self.task.source.record(self.task.head, group)[layout.k_bytes()];
-                        Ahead::of(kernel, next, values.start)
-                    }
-                    (None, None) => Ahead::of(kernel, &record[values.clone()], values.start),
+            for (i, record) in self.records().iter().enumerate() {
+                let next = match (self.records().get(i + 1), self.task.next_group) {
+                    (Some(next), _) => &next[values.clone()],
+                    (None, Some(group)) => &self.task.source.record(self.task.head, group)[layout.k_bytes()],
+                    (None, None) => &record[values.clone()],
                 };
-                let tops = &tops[(position - self.base()) / layout.group_len];
-                let p = &p[position - self.base()..];
+                let ahead = Ahead::of(kernel, next, values.start);
+                let p = &p[i * layout.group_len..];
                 let mut panels = layout.v_panels().peekable();
                 for group in 0..layout.v_groups() {
                     let (scales, zeros) = layout.v_params(record, group);
-                    let mut top = [0.0; MAX_GROUP];
-                    kernel.raise(&mut top[..layout.group_len], scales);
-                    let top = kernel.max(&top[..layout.group_len]);
-                    kernel.fold::<H>(p, RANGE_LEN, scales, &tops.map(|p| p * top), folded);
+                    let top = kernel.largest(scales);
+                    kernel.fold::<H>(p, RANGE_LEN, scales, &tops.map(|tops| tops[i] * top), folded);
                     kernel.dot(p, RANGE_LEN, zeros, &mut zero_sums[group]);
                     let channels = layout.v_channels(group);
                     while let Some(p) = panels.next_if(|p| channels.contains(&p.first_lane)) {

@@ -6,11 +6,13 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod avxvnni;
 pub(crate) mod generic;
 mod portable;
 
 use super::softmax::States;
-use generic::{Task, attend_range};
+use generic::{Scratch, Task, attend_range};
 
 /// One way to attend a range of keys.
 pub(crate) struct Variant {
@@ -18,7 +20,7 @@ pub(crate) struct Variant {
     /// Whether this processor can run it, or what it lacks.
     pub available: fn() -> Result<(), String>,
     /// Attends one range for the task's query vectors and merges the results into their states. Panics when not available.
-    pub run: fn(&Task<'_>, &mut States),
+    pub run: fn(&Task<'_>, &mut Scratch, &mut States),
     /// Largest relative L2 error over packed records, against the f64 reference.
     pub packed_tolerance: f64,
     /// The same over f16 rows.
@@ -31,7 +33,15 @@ pub(crate) const VARIANTS: &[Variant] = &[
     Variant {
         name: "avx512-vnni",
         available: || available(avx512::Avx512Vnni::new(), avx512::NEEDS),
-        run: |task, states| attend_range(avx512::Avx512Vnni::new().expect("checked by available"), task, states),
+        run: |task, scratch, states| proof(avx512::Avx512Vnni::new()).attend_range(task, scratch, states),
+        packed_tolerance: 3e-3,
+        f16_tolerance: 1e-4,
+    },
+    #[cfg(target_arch = "x86_64")]
+    Variant {
+        name: "avx-vnni",
+        available: || available(avxvnni::AvxVnni::new(), avxvnni::NEEDS),
+        run: |task, scratch, states| proof(avxvnni::AvxVnni::new()).attend_range(task, scratch, states),
         packed_tolerance: 3e-3,
         f16_tolerance: 1e-4,
     },
@@ -39,14 +49,14 @@ pub(crate) const VARIANTS: &[Variant] = &[
     Variant {
         name: "avx2",
         available: || available(avx2::Avx2::new(), avx2::NEEDS),
-        run: |task, states| attend_range(avx2::Avx2::new().expect("checked by available"), task, states),
-        packed_tolerance: 1e-4,
+        run: |task, scratch, states| proof(avx2::Avx2::new()).attend_range(task, scratch, states),
+        packed_tolerance: 3e-3,
         f16_tolerance: 1e-4,
     },
     Variant {
         name: "portable",
         available: || Ok(()),
-        run: |task, states| attend_range(portable::Portable, task, states),
+        run: |task, scratch, states| attend_range(portable::Portable, task, scratch, states),
         packed_tolerance: 1e-4,
         f16_tolerance: 1e-4,
     },
@@ -55,4 +65,9 @@ pub(crate) const VARIANTS: &[Variant] = &[
 #[cfg(target_arch = "x86_64")]
 fn available<T>(proof: Option<T>, needs: &str) -> Result<(), String> {
     proof.map(|_| ()).ok_or_else(|| format!("this processor lacks one of {needs}"))
+}
+
+#[cfg(target_arch = "x86_64")]
+fn proof<T>(proof: Option<T>) -> T {
+    proof.expect("checked by available")
 }

@@ -36,6 +36,10 @@ impl Kernel for Portable {
     }
 
     // f32 multipliers need no bounds.
+    fn largest(self, _y: &[f16]) -> f32 {
+        0.0
+    }
+
     fn raise(self, _top: &mut [f32], _y: &[f16]) {}
 
     fn bound<const H: usize>(self, _x: &[f32], _stride: usize, _top: &[f32]) -> [f32; H] {
@@ -132,15 +136,13 @@ impl Kernel for Portable {
         top.into_iter().fold(f32::NEG_INFINITY, f32::max)
     }
 
-    fn exp(self, scores: &mut [f32], max: f32, sum: &mut Lanes) -> f32 {
+    fn exp(self, scores: &mut [f32], max: f32, sum: &mut Lanes) {
         for s in scores.chunks_exact_mut(SLOT_LANES) {
             for t in 0..SLOT_LANES {
                 s[t] = exp(s[t] - max);
                 sum.0[t] += s[t];
             }
         }
-        // Nobody here uses the largest.
-        0.0
     }
 }
 
