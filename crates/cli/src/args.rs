@@ -1,6 +1,7 @@
 //! The command line. In: words; out: checked values per command. NOT here: what a scheme, model or kernel is: those stay
 //! text here and are resolved by the command, which knows the better hint.
 
+use crate::commands::roofline;
 use crate::models;
 use crate::units::{parse_bytes, parse_count, parse_whole};
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -24,6 +25,7 @@ pub const DEFAULT_SCHEME: &str = "k4v4g64w128s4p512";
   kvant generate --chat --prompt 'What is a key-value cache?'
   kvant generate --prompts prompts.txt --kv k2v2g32w128s4p512 --json
   kvant bench attend --shape b=1,q=32,kv=8,d=128,s=16384 --kv k4v4g64,k2v2g32
+  kvant roofline --html roofline.html           what bounds each kernel on this machine
   kvant info --memory 8GiB --len 4096           what fits, per scheme")]
 pub struct Cli {
     /// What to do.
@@ -38,8 +40,10 @@ pub enum Command {
     Pull(PullArgs),
     /// Decode one prompt, or several together in one batch
     Generate(GenerateArgs),
-    /// Measure attention, or decoding as a whole
+    /// Measure attention, decoding as a whole, or what an experiment asks
     Bench(BenchArgs),
+    /// Measure this machine's ceilings and say of each kernel what bounds it
+    Roofline(RooflineArgs),
     /// Say what this machine and build can do, and how many requests fit a memory, per scheme
     Info(InfoArgs),
     /// Decode four prompts under four schemes and compare size, speed and text
@@ -242,6 +246,7 @@ impl ArmName {
 #[command(after_help = "Examples:
   kvant bench attend --shape b=1,q=32,kv=8,d=128,s=16384 --kv k8v8g64,k4v4g64,k2v2g32
   kvant bench decode --batch 1,4,16 --prompt-len 1024 --steps 96
+  kvant bench layers --kv k4v4g64
   kvant bench --test                            every bench once, tiny: does it run?")]
 pub struct BenchArgs {
     /// Run every bench once at a tiny size
@@ -262,6 +267,36 @@ pub enum Bench {
     Attend(AttendArgs),
     /// Prove that the arms agree, then time decoding of whole batches
     Decode(DecodeArgs),
+    /// One call over all layers against a loop of calls
+    #[command(after_help = "Examples:
+  kvant bench layers
+  kvant bench layers --kv k4v4g64 --threads 1 --json")]
+    Layers(ExperimentArgs),
+    /// Gathering per-layer caches into one buffer on every step, against storage that needs none
+    #[command(after_help = "Examples:
+  kvant bench stacking
+  kvant bench stacking --kv f16,k2v2g64 --json")]
+    Stacking(ExperimentArgs),
+    /// Units of work in flight against bandwidth, the bytes being the same
+    #[command(after_help = "Examples:
+  kvant bench requests
+  kvant bench requests --threads 1 --json")]
+    Requests(ExperimentArgs),
+    /// One unpack for the query heads of a kv head against one per head
+    #[command(after_help = "Examples:
+  kvant bench sharing
+  kvant bench sharing --hot --kv k4v4g64")]
+    Sharing(ExperimentArgs),
+    /// Fused attention against decoding to f16 first, with the crossover length
+    #[command(after_help = "Examples:
+  kvant bench passes
+  kvant bench passes --kv k4v4g64 --json")]
+    Passes(ExperimentArgs),
+    /// Key ranges per unit of work, and the rule the product uses
+    #[command(after_help = "Examples:
+  kvant bench splits
+  kvant bench splits --kv k2v2g64 --kernel avx2")]
+    Splits(ExperimentArgs),
 }
 
 /// `kvant bench attend`
@@ -333,6 +368,70 @@ pub struct DecodeArgs {
     /// Be the process of one arm: what the bench starts, so that arms do not share memory
     #[arg(long, hide = true)]
     pub arm_process: bool,
+}
+
+/// `kvant bench layers`, `stacking`, `requests`, `sharing`, `passes`, `splits`
+#[derive(Debug, Args)]
+pub struct ExperimentArgs {
+    /// Schemes, comma-separated [default: those that the question is about]
+    #[arg(long, value_name = "S1,S2,..")]
+    pub kv: Option<String>,
+    /// Attention kernel [default: the best this processor runs]
+    #[arg(long, value_name = "NAME", help_heading = "Machine")]
+    pub kernel: Option<String>,
+    /// One copy, so that data may stay in the processor's caches
+    #[arg(long)]
+    pub hot: bool,
+    /// Tiny sizes and one round: does it run? Figures of these sizes say nothing
+    #[arg(long)]
+    pub quick: bool,
+    /// Rounds to time [default: as many as about 0.3 seconds per way take, 5 to 60]
+    #[arg(long, value_name = "N", value_parser = parse_count)]
+    pub rounds: Option<usize>,
+    /// Where to run.
+    #[command(flatten)]
+    pub machine: Machine,
+    /// Print one JSON object on stdout
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `kvant roofline`
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  kvant roofline
+  kvant roofline --html roofline.html --threads 1
+  kvant roofline --quick --json
+
+A full run takes up to three minutes on two cores and about 6 GB of memory.")]
+pub struct RooflineArgs {
+    /// Query heads, kv heads, head_dim
+    #[arg(long, value_name = "q=Q,kv=KV,d=D", default_value = "q=32,kv=8,d=128")]
+    pub shape: String,
+    /// Schemes, comma-separated
+    #[arg(long, value_name = "S1,S2,..", default_value = roofline::DEFAULT_SCHEMES)]
+    pub kv: String,
+    /// Tiny sizes and few rounds: does it run? Figures of these sizes say nothing
+    #[arg(long)]
+    pub quick: bool,
+    /// Write one self-contained page with plots
+    #[arg(long, value_name = "FILE")]
+    pub html: Option<PathBuf>,
+    /// Write the tables as Markdown
+    #[arg(long, value_name = "FILE")]
+    pub markdown: Option<PathBuf>,
+    /// A line for the report, such as the commit
+    #[arg(long, value_name = "TEXT")]
+    pub note: Option<String>,
+    /// Attention kernel [default: the best this processor runs]
+    #[arg(long, value_name = "NAME", help_heading = "Machine")]
+    pub kernel: Option<String>,
+    /// Where to run.
+    #[command(flatten)]
+    pub machine: Machine,
+    /// Print one JSON object on stdout
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// `kvant info`

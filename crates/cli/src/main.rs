@@ -36,6 +36,7 @@ fn main() -> ExitCode {
 fn run(command: Command) -> anyhow::Result<()> {
     match command {
         Command::Pull(args) => commands::pull::run(&args),
+        Command::Roofline(args) => commands::roofline::run(&args),
         Command::Info(args) => commands::info::run(&args),
         Command::Bench(args) => commands::bench::run(&args),
         Command::Generate(args) => commands::generate::run(&args),

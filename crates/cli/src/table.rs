@@ -19,12 +19,17 @@ pub struct Table {
 impl Table {
     /// A table of these columns.
     pub fn new<const N: usize>(columns: [(&str, Align); N]) -> Self {
-        Self { columns: columns.map(|(name, align)| (name.to_string(), align)).to_vec(), rows: Vec::new() }
+        Self::with_columns(columns.map(|(name, align)| (name.to_string(), align)).to_vec())
+    }
+
+    /// A table whose columns are known only at run time.
+    pub fn with_columns(columns: Vec<(String, Align)>) -> Self {
+        Self { columns, rows: Vec::new() }
     }
 
     /// Adds a row; cells beyond the columns are left out, missing ones are empty.
-    pub fn row<const N: usize>(&mut self, cells: [String; N]) {
-        self.rows.push(cells.to_vec());
+    pub fn row(&mut self, cells: impl Into<Vec<String>>) {
+        self.rows.push(cells.into());
     }
 
     /// The text, with a line of dashes under the names and no spaces at line ends.

@@ -3,7 +3,7 @@
 //! In: f32 K/V/Q rows of a model's layers; out: attention outputs, from a cache that stays packed at 2 to 8 bits.
 //! NOT here: models, tokenizers, files, network, printing.
 
-mod append;
+pub mod append;
 pub mod attend;
 pub mod cache;
 mod device;

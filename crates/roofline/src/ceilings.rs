@@ -1,114 +1,125 @@
-//! The machine's read bandwidth. In: a working set and a thread count; out: a reader to time beside the kernels, in the
-//! same rounds. NOT here: the clock (timer.rs), verdicts, and operation ceilings (they come with the roofline command).
-//!
-//! Tried on 2 cores of a Xeon of family 6 model 207, 18 MiB cold, GB/s: one stream 23, two 21-25, **four streams one
-//! 4 KiB page apart 29**, eight 22, one stream with software prefetch 28. Four streams keep four hardware prefetchers
-//! busy; wider instructions change nothing (SSE2, AVX2 and AVX-512 read the same), so the loop needs no instruction
-//! set of its own and no `unsafe`.
+//! What this machine can do at most, measured now, for the threads in use. In: threads; out: bandwidths by working set and
+//! peaks of arithmetic. Nothing here is taken from a data sheet.
+//! NOT here: the cost of starting threads for a kernel (survey/, by the kernels' own threads).
 
-use memmap2::{Advice, MmapMut};
-use rayon::prelude::*;
+use crate::memory::{CeilingError, Copier, Reader};
+use crate::peaks::{self, Peak};
+use crate::timer::{self, Contestant, Timing};
+use serde::Serialize;
+use std::cell::RefCell;
+use std::convert::Infallible;
+use std::hint::black_box;
 
-/// Bytes of a page of one stream: hardware prefetchers stop at this boundary, so streams lie this far apart.
-const PAGE_BYTES: usize = 4096;
-/// Streams one thread reads at a time.
-const STREAMS: usize = 4;
-/// Bytes of a cache line.
-const LINE_BYTES: usize = 64;
-
-/// Why a ceiling could not be measured.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum CeilingError {
-    /// The operating system refused the buffer.
-    #[error("could not map {bytes} bytes to measure the read bandwidth: {why}")]
-    Memory {
-        /// Bytes asked for.
-        bytes: usize,
-        /// What the system said.
-        why: std::io::Error,
-    },
-    /// The threads could not start.
-    #[error("cannot read on {threads} threads: {why}")]
-    Threads {
-        /// Threads asked for.
-        threads: usize,
-        /// Why not.
-        why: String,
-    },
+/// Bandwidth at one working set.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Bandwidth {
+    /// Bytes of the working set, all threads together.
+    pub bytes: usize,
+    /// 1e9 bytes per second.
+    pub gbps: f64,
 }
 
-/// A buffer and threads that read it as fast as this machine can.
-pub struct Reader {
-    buffer: MmapMut,
-    pool: rayon::ThreadPool,
-    threads: usize,
+/// Ceilings of some threads.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Ceilings {
+    /// Threads they were measured with.
+    pub threads: usize,
+    /// Reading, smallest working set first.
+    pub read: Vec<Bandwidth>,
+    /// Copying: bytes read plus bytes written, over source and destination together.
+    pub copy: Vec<Bandwidth>,
+    /// f32 multiply-adds.
+    pub fma: Peak,
+    /// 8-bit dot products.
+    pub int8_dot: Peak,
+    /// f32 matrix product.
+    pub matmul: Peak,
 }
 
-impl Reader {
-    /// A reader of `threads` threads (1 or more) over a buffer of at least `bytes`.
+/// How much of it to measure.
+#[derive(Debug, Clone, Copy)]
+pub struct Effort {
+    /// Working sets.
+    pub largest_bytes: usize,
+    /// Rounds of each.
+    pub rounds: usize,
+    /// One small matrix product in place of three.
+    pub quick: bool,
+}
+
+/// Smallest working set: inside the second-level cache of any processor of today.
+const SMALLEST_BYTES: usize = 256 << 10;
+/// Each working set is this many times the one before.
+const STEP: usize = 4;
+/// Bytes that a thread moves in one timed run at least: some milliseconds, long beside the start of threads.
+const RUN_BYTES: usize = 64 << 20;
+
+impl Ceilings {
+    /// Measures them.
     ///
     /// # Errors
-    /// [`CeilingError`] for zero threads, threads that do not start, or memory that the system refuses.
-    pub fn new(threads: usize, bytes: usize) -> Result<Self, CeilingError> {
-        let failed = |why: String| CeilingError::Threads { threads, why };
-        if threads == 0 {
-            return Err(failed("at least 1 is needed".into()));
-        }
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(|e| failed(e.to_string()))?;
-        let bytes = bytes.max(PAGE_BYTES * STREAMS);
-        let mut buffer = MmapMut::map_anon(bytes).map_err(|why| CeilingError::Memory { bytes, why })?;
-        // Huge pages are a wish: without them the reader is a little slower, and so are the kernels beside it.
-        #[cfg(target_os = "linux")]
-        let _ = buffer.advise(Advice::HugePage);
-        // Written once, so that every page is really there (untouched pages all map to one page of zeros).
-        buffer.fill(1);
-        Ok(Self { buffer, pool, threads })
+    /// [`CeilingError`] for memory that the system refuses and threads that do not start.
+    pub fn measure(threads: usize, effort: Effort) -> Result<Self, CeilingError> {
+        let (read, copy) = bandwidths(threads, effort)?;
+        Ok(Self {
+            threads,
+            read,
+            copy,
+            fma: peaks::fma(threads, effort.rounds)?,
+            int8_dot: peaks::int8_dot(threads, effort.rounds)?,
+            matmul: peaks::matmul(threads, effort.rounds, effort.quick)?,
+        })
     }
 
-    /// Threads that read.
-    pub fn threads(&self) -> usize {
-        self.threads
+    /// Fastest copying at a working set of `bytes` or the next larger one measured: what moves more than it reads.
+    pub fn copy_at(&self, bytes: usize) -> f64 {
+        at(&self.copy, bytes)
     }
 
-    /// Pieces of `bytes` that the buffer holds without overlap (1 at least).
-    pub fn pieces(&self, bytes: usize) -> usize {
-        (self.buffer.len() / bytes.max(1)).max(1)
-    }
-
-    /// Reads piece number `piece` of `bytes` (at most the whole buffer) once and returns a sum of it, which keeps the
-    /// compiler from leaving the reads out. Pieces beyond [`Reader::pieces`] start again at the first.
-    pub fn read(&self, piece: usize, bytes: usize) -> u64 {
-        let bytes = bytes.min(self.buffer.len());
-        let start = piece % self.pieces(bytes) * bytes;
-        let all = &self.buffer[start..start + bytes];
-        // One share per thread, cut at the unit of the inner loop so that only the last share has a rest.
-        let share = bytes.div_ceil(self.threads).next_multiple_of(PAGE_BYTES * STREAMS);
-        self.pool.install(|| all.par_chunks(share).with_max_len(1).map(sum).reduce(|| 0, u64::wrapping_add))
+    /// Reading beyond every cache: the largest working set measured.
+    pub fn memory_read(&self) -> f64 {
+        self.read.last().map_or(f64::NAN, |b| b.gbps)
     }
 }
 
-/// Wrapping sum of a slice as little-endian u64 lines, four pages at a time; the rest byte by byte.
-fn sum(part: &[u8]) -> u64 {
-    const WORDS: usize = LINE_BYTES / 8;
-    let mut lanes = [[0u64; WORDS]; STREAMS];
-    let blocks = part.chunks_exact(PAGE_BYTES * STREAMS);
-    let rest = blocks.remainder();
-    for block in blocks {
-        for at in (0..PAGE_BYTES).step_by(LINE_BYTES) {
-            for (stream, lane) in lanes.iter_mut().enumerate() {
-                let from = stream * PAGE_BYTES + at;
-                let line: &[u8] = &block[from..from + LINE_BYTES];
-                for (word, bytes) in lane.iter_mut().zip(line.chunks_exact(8)) {
-                    let mut eight = [0; 8];
-                    eight.copy_from_slice(bytes);
-                    *word = word.wrapping_add(u64::from_le_bytes(eight));
-                }
-            }
+/// Bandwidth at a working set, between two measured ones by the logarithm of its bytes; beyond the ends, the end's.
+fn at(curve: &[Bandwidth], bytes: usize) -> f64 {
+    let after = curve.iter().position(|b| b.bytes >= bytes);
+    match after {
+        None => curve.last().map_or(f64::NAN, |b| b.gbps),
+        Some(0) => curve[0].gbps,
+        Some(i) => {
+            let (a, b) = (curve[i - 1], curve[i]);
+            let part = (bytes as f64 / a.bytes as f64).ln() / (b.bytes as f64 / a.bytes as f64).ln();
+            a.gbps + part * (b.gbps - a.gbps)
         }
     }
-    let tail = rest.iter().fold(0u64, |a, &b| a.wrapping_add(u64::from(b)));
-    lanes.iter().flatten().fold(tail, |a, &b| a.wrapping_add(b))
+}
+
+/// Reading and copying by working set, all in turns.
+fn bandwidths(threads: usize, effort: Effort) -> Result<(Vec<Bandwidth>, Vec<Bandwidth>), CeilingError> {
+    let sizes = std::iter::successors(Some(SMALLEST_BYTES), |b| b.checked_mul(STEP));
+    let sizes: Vec<_> = sizes.take_while(|&b| b <= effort.largest_bytes).collect();
+    let largest = sizes.last().copied().unwrap_or(SMALLEST_BYTES);
+    let reader = Reader::new(threads, largest)?;
+    let copier = RefCell::new(Copier::new(threads, largest)?);
+    let times = |bytes: usize| (RUN_BYTES * threads).div_ceil(bytes).max(1);
+    let mut contestants = Vec::with_capacity(2 * sizes.len());
+    for &bytes in &sizes {
+        let (reader, copier) = (&reader, &copier);
+        contestants.push(Contestant::<Infallible>::new(1, move |_| {
+            black_box(reader.read_repeated(bytes, times(bytes)));
+            Ok(())
+        }));
+        contestants.push(Contestant::new(1, move |_| {
+            copier.borrow_mut().copy_repeated(bytes, times(bytes));
+            Ok(())
+        }));
+    }
+    let Ok(timings) = timer::interleave(&mut contestants, effort.rounds);
+    let rate = |bytes: usize, t: &Timing| Bandwidth { bytes, gbps: (bytes * times(bytes)) as f64 / t.min_ns as f64 };
+    let pairs = sizes.iter().zip(timings.chunks_exact(2));
+    Ok(pairs.map(|(&bytes, t)| (rate(bytes, &t[0]), rate(bytes, &t[1]))).unzip())
 }
 
 #[cfg(test)]
@@ -116,39 +127,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_byte_is_read_once_whatever_the_threads_and_the_length() {
-        const UNIT: usize = PAGE_BYTES * STREAMS;
-        for threads in [1, 2, 3] {
-            let reader = Reader::new(threads, 8 * UNIT).unwrap();
-            for bytes in [1, LINE_BYTES, UNIT - 1, UNIT, UNIT + 1, 4 * UNIT, 8 * UNIT] {
-                // Every byte is 1: whole units add one word of ones per 8 bytes, the rest adds one per byte.
-                let share = bytes.div_ceil(threads).next_multiple_of(UNIT);
-                let mut expected = 0u64;
-                let mut left = bytes;
-                while left > 0 {
-                    let part = left.min(share);
-                    expected = expected
-                        .wrapping_add(((part / UNIT * UNIT / 8) as u64).wrapping_mul(0x0101_0101_0101_0101))
-                        .wrapping_add((part % UNIT) as u64);
-                    left -= part;
-                }
-                for piece in [0, 1, 7] {
-                    assert_eq!(reader.read(piece, bytes), expected, "{threads} threads, {bytes} bytes, piece {piece}");
-                }
-            }
-        }
+    fn curves_are_read_between_their_points_and_flat_beyond_them() {
+        let curve = [Bandwidth { bytes: 100, gbps: 40.0 }, Bandwidth { bytes: 400, gbps: 20.0 }];
+        assert_eq!([50, 100, 400, 900].map(|b| at(&curve, b)), [40.0, 40.0, 20.0, 20.0]);
+        assert!((at(&curve, 200) - 30.0).abs() < 1e-9, "half way by logarithm");
+        assert!(at(&[], 1).is_nan());
     }
 
     #[test]
-    fn zero_threads_is_an_error() {
-        assert!(matches!(Reader::new(0, 1), Err(CeilingError::Threads { threads: 0, .. })));
-    }
-
-    #[test]
-    fn pieces_do_not_overlap() {
-        let reader = Reader::new(1, 1 << 20).unwrap();
-        assert_eq!(reader.pieces(1 << 18), 4);
-        assert_eq!(reader.pieces(3 << 18), 1);
-        assert_eq!(reader.pieces(8 << 20), 1);
+    fn a_quick_measurement_has_every_ceiling() {
+        let effort = Effort { largest_bytes: 1 << 20, rounds: 1, quick: true };
+        let c = Ceilings::measure(2, effort).unwrap();
+        assert_eq!(c.read.iter().map(|b| b.bytes).collect::<Vec<_>>(), [256 << 10, 1 << 20]);
+        assert_eq!(c.copy.len(), 2);
+        let rates = c.read.iter().chain(&c.copy).map(|b| b.gbps).chain([c.fma.gops, c.int8_dot.gops, c.matmul.gops]);
+        assert!(rates.into_iter().all(|r| r.is_finite() && r > 0.0), "{c:?}");
+        assert!(Ceilings::measure(0, effort).is_err());
     }
 }

@@ -38,12 +38,28 @@ type Run<'a, E> = Box<dyn FnMut(usize) -> Result<(), E> + 'a>;
 pub struct Contestant<'a, E> {
     copies: usize,
     run: Run<'a, E>,
+    reset: Option<Run<'a, E>>,
 }
 
 impl<'a, E> Contestant<'a, E> {
     /// `run` gets the number of the copy to work on, `0..copies`; a copies of 0 counts as 1.
     pub fn new(copies: usize, run: impl FnMut(usize) -> Result<(), E> + 'a) -> Self {
-        Self { copies: copies.max(1), run: Box::new(run) }
+        Self { copies: copies.max(1), run: Box::new(run), reset: None }
+    }
+
+    /// Calls `reset` with the copy's number after each run, outside the clock: it undoes what the run did.
+    pub fn with_reset(mut self, reset: impl FnMut(usize) -> Result<(), E> + 'a) -> Self {
+        self.reset = Some(Box::new(reset));
+        self
+    }
+
+    /// One run and its undoing; the time of the run alone.
+    fn once(&mut self, copy: usize) -> Result<u64, E> {
+        let start = Instant::now();
+        (self.run)(copy)?;
+        let ns = nanoseconds(start.elapsed());
+        self.reset.as_mut().map_or(Ok(()), |reset| reset(copy))?;
+        Ok(ns)
     }
 }
 
@@ -57,22 +73,45 @@ pub fn copies(bytes: usize, hot: bool) -> usize {
 /// # Errors
 /// The first error of a contestant; nothing is timed after it.
 pub fn interleave<E>(contestants: &mut [Contestant<'_, E>], rounds: usize) -> Result<Vec<Timing>, E> {
-    let rounds = rounds.max(1);
+    interleave_while(contestants, |done| done < rounds.max(1))
+}
+
+/// As [`interleave`], with rounds for as long as `budget` lasts, held between `least` (0 counts as 1) and `most`.
+///
+/// # Errors
+/// As [`interleave`].
+pub fn interleave_within<E>(
+    contestants: &mut [Contestant<'_, E>],
+    budget: Duration,
+    (least, most): (usize, usize),
+) -> Result<Vec<Timing>, E> {
+    let mut start = None;
+    interleave_while(contestants, |done| {
+        // The clock starts behind the untimed round.
+        let start = *start.get_or_insert_with(Instant::now);
+        done < least.max(1) || (done < most && start.elapsed() < budget)
+    })
+}
+
+fn interleave_while<E>(
+    contestants: &mut [Contestant<'_, E>],
+    mut more: impl FnMut(usize) -> bool,
+) -> Result<Vec<Timing>, E> {
     for c in contestants.iter_mut() {
-        (c.run)(0)?;
+        c.once(0)?;
     }
     // Grows between the timed calls, never inside one, and never to what somebody only asked for.
     let mut ns = vec![Vec::new(); contestants.len()];
-    for round in 0..rounds {
+    let mut round = 0;
+    while more(round) {
         for turn in 0..contestants.len() {
             let who = (turn + round) % contestants.len();
             let c = &mut contestants[who];
             // Copy 0 was just used by the untimed round: start behind it.
             let copy = (round + 1) % c.copies;
-            let start = Instant::now();
-            (c.run)(copy)?;
-            ns[who].push(nanoseconds(start.elapsed()));
+            ns[who].push(c.once(copy)?);
         }
+        round += 1;
     }
     Ok(ns.into_iter().filter_map(Timing::of).collect())
 }
@@ -110,6 +149,31 @@ mod tests {
         assert_eq!(timings.iter().map(|t| t.rounds).collect::<Vec<_>>(), [3, 3]);
         drop(contestants);
         assert_eq!(log.into_inner(), [('a', 0), ('b', 0), ('a', 1), ('b', 0), ('b', 0), ('a', 2), ('a', 0), ('b', 0)]);
+    }
+
+    #[test]
+    fn every_run_is_undone_before_the_next() {
+        let held = RefCell::new(0);
+        let run = |_| {
+            *held.borrow_mut() += 1;
+            if *held.borrow() == 1 { Ok(()) } else { Err("not undone") }
+        };
+        let reset = |_| {
+            *held.borrow_mut() -= 1;
+            Ok(())
+        };
+        interleave(&mut [Contestant::new(1, run).with_reset(reset)], 4).unwrap();
+    }
+
+    #[test]
+    fn a_budget_is_held_between_fewest_and_most_rounds() {
+        let rounds = |budget, bounds| {
+            let mut c = [Contestant::<()>::new(1, |_| Ok(()))];
+            interleave_within(&mut c, budget, bounds).unwrap()[0].rounds
+        };
+        assert_eq!(rounds(Duration::ZERO, (0, 9)), 1);
+        assert_eq!(rounds(Duration::ZERO, (3, 9)), 3);
+        assert_eq!(rounds(Duration::from_secs(3600), (3, 9)), 9);
     }
 
     #[test]

@@ -197,14 +197,14 @@ fn needed_bytes(schemes: &[Scheme], shape: LayerShape, batch: usize, kv_len: usi
 }
 
 /// Keys, values and queries: the same for every scheme and every copy (each copy is memory of its own all the same).
-struct Inputs {
-    k: Vec<f32>,
-    v: Vec<f32>,
-    q: Vec<f32>,
+pub(super) struct Inputs {
+    pub(super) k: Vec<f32>,
+    pub(super) v: Vec<f32>,
+    pub(super) q: Vec<f32>,
 }
 
 impl Inputs {
-    fn new(shape: LayerShape, batch: usize, kv_len: usize) -> Self {
+    pub(super) fn new(shape: LayerShape, batch: usize, kv_len: usize) -> Self {
         let mut random = Random(0x6b76_616e_7400_0001);
         let mut fill = |len: usize| (0..len).map(|_| random.normal()).collect::<Vec<f32>>();
         let mut k = fill(kv_len * shape.row_len());

@@ -186,7 +186,7 @@ pub(super) fn times_smaller(scheme: Scheme, shape: LayerShape, kv_len: usize) ->
 }
 
 /// The processor's name as the system gives it.
-fn cpu_name() -> String {
+pub(super) fn cpu_name() -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let name =
         info.lines().find_map(|l| l.strip_prefix("model name")?.split_once(':').map(|(_, n)| n.trim().to_string()));

@@ -3,10 +3,12 @@
 pub mod bench;
 pub mod bench_attend;
 pub mod bench_decode;
+pub mod bench_experiments;
 pub mod demo;
 pub mod generate;
 pub mod info;
 pub mod pull;
+pub mod roofline;
 
 use crate::args::{ArmName, Machine, cores};
 use crate::failure::Failure;

@@ -115,12 +115,8 @@ fn scheme_files_are_refused_by_name_and_line_before_the_model_is_loaded() {
 fn what_is_not_built_yet_says_so() {
     for args in [
         &["tune"][..],
-        &["roofline"],
         &["eval"],
         &["serve"],
-        &["bench", "layers"],
-        &["bench", "stacking"],
-        &["bench", "requests"],
         &["generate", "--prompt", "a", "--device", "cuda"],
         &["generate", "--prompt", "a", "--random-weights", "x.json"],
         &["info", "--device", "cuda"],

@@ -21,6 +21,13 @@ help!(generate, "generate");
 help!(bench, "bench");
 help!(bench_attend, "bench", "attend");
 help!(bench_decode, "bench", "decode");
+help!(bench_layers, "bench", "layers");
+help!(bench_stacking, "bench", "stacking");
+help!(bench_requests, "bench", "requests");
+help!(bench_sharing, "bench", "sharing");
+help!(bench_passes, "bench", "passes");
+help!(bench_splits, "bench", "splits");
+help!(roofline, "roofline");
 help!(info, "info");
 help!(demo, "demo");
 

@@ -4,7 +4,9 @@
 
 mod decoding;
 mod errors;
+mod experiments;
 mod help;
 mod pulling;
+mod roofline;
 mod run;
 mod streams;

@@ -10,3 +10,8 @@ pub(crate) mod record;
 #[cfg(test)]
 pub(crate) mod reference;
 pub(crate) mod rows;
+
+/// Name of the kernel that appends on this processor.
+pub fn kernel() -> &'static str {
+    cpu::best().name
+}

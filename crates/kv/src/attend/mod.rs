@@ -198,6 +198,12 @@ impl Attention {
         self.threads.count()
     }
 
+    /// Hands one empty piece of work to every thread and waits for all of them: what a parallel call costs before it does
+    /// anything (what a roofline calls dispatch).
+    pub fn dispatch_nothing(&self) {
+        self.threads.map(self.threads.count(), |_| ());
+    }
+
     /// Cuts work otherwise than the product does, for experiments; results stay the same to the bit.
     #[doc(hidden)]
     pub fn set_split(&mut self, split: Split) {
