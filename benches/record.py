@@ -90,7 +90,7 @@ def tables(path):
                 ("minimum ms", lambda r: f"{r['min_ns'] / 1e6:.2f}"),
                 ("median ms", lambda r: f"{r['median_ns'] / 1e6:.2f}"),
                 ("MiB", lambda r: f"{r['bytes'] / 2**20:.1f}"),
-                ("% of read bandwidth", lambda r: f"{r['pct_of_read']:.0f}"),
+                ("% of read bandwidth", lambda r: f"{r['pct_of_read']:.0f}{'?' if r.get('read_unreliable') else ''}"),
                 ("vs f16", lambda r: f"{r['vs_f16']:.2f}x"),
                 ("relative error", lambda r: f"{r['rel_err']:.1e}"),
             ],

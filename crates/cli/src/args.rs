@@ -134,7 +134,13 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "ARM")]
     pub arm: Option<ArmName>,
     /// Prompt, or - to read it from stdin
-    #[arg(long, value_name = "TEXT", required_unless_present = "prompts", conflicts_with = "prompts")]
+    #[arg(
+        long,
+        allow_negative_numbers = true,
+        value_name = "TEXT",
+        required_unless_present = "prompts",
+        conflicts_with = "prompts"
+    )]
     pub prompt: Option<String>,
     /// File of prompts, one per line, decoded together
     #[arg(long, value_name = "FILE")]

@@ -172,8 +172,12 @@ fn requests_end_for_the_reason_they_have() {
     let mut engine = self::engine(&loaded, "f16", Arm::F16, 1);
     let mut events = Vec::new();
     // All logits are zero: greedy takes token 0, which ends the text.
-    let made =
-        engine.generate(vec![Request::greedy(tokens(5, 1), 9)], &mut |e| Continue(events.push(e.clone()))).unwrap();
+    let made = engine
+        .generate(vec![Request::greedy(tokens(5, 1), 9)], &mut |e| {
+            events.push(e.clone());
+            Continue(())
+        })
+        .unwrap();
     assert_eq!((made.outcomes[0].tokens.len(), made.outcomes[0].reason), (0, FinishReason::Stop));
     assert!(matches!(events.last(), Some(Event::Finished { reason: FinishReason::Stop, .. })));
 }

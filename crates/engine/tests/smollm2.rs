@@ -2,6 +2,7 @@
 //! A missing file fails these tests: `kvant pull` fetches it.
 //! The text is that of the demo's prompts.
 
+use kvant_engine::sampler::greedy;
 use kvant_engine::{
     Arm, Engine, EngineOptions, Error, Event, Feed, Forced, LoadedModel, Message, Products, Request, load_schemes,
 };
@@ -14,6 +15,9 @@ const TEXT: &str = concat!(
     include_str!("../../../demo/2-letter.txt"),
     include_str!("../../../demo/4-log.txt")
 );
+/// Pieces of the text, as first token and tokens: of the recipe, the letter, the log. One crosses a page's edge while
+/// decoding.
+const PIECES: [(usize, usize); 7] = [(5, 190), (349, 90), (60, 260), (500, 380), (900, 140), (1300, 120), (1900, 60)];
 const SCHEMES: [&str; 5] = ["f16", "k8v8g64w128s4p512", "k4v4g64w128s4p512", "k3v3g64w128s4p512", "k2v2g32w128s4p512"];
 
 fn path() -> PathBuf {
@@ -39,23 +43,36 @@ fn engine(loaded: &Arc<LoadedModel>, scheme: &str, arm: Arm, threads: usize) -> 
     Engine::new(loaded.clone(), EngineOptions { threads, kernel: None, arm, schemes }).unwrap()
 }
 
-/// Mean and largest KL divergence of `got` from `expected` (log-probabilities from logits), and how often the likeliest
-/// token is the same.
+/// Probabilities that logits stand for, and their natural logarithms.
+struct Distribution {
+    p: Vec<f64>,
+    log_p: Vec<f64>,
+}
+
+impl Distribution {
+    fn of(logits: &[f32]) -> Self {
+        let largest = logits.iter().copied().fold(f32::MIN, f32::max);
+        let mut p: Vec<f64> = logits.iter().map(|l| f64::from(l - largest).exp()).collect();
+        let total: f64 = p.iter().sum();
+        p.iter_mut().for_each(|p| *p /= total);
+        Self { p, log_p: logits.iter().map(|l| f64::from(l - largest) - total.ln()).collect() }
+    }
+
+    /// KL divergence of `other` from this one.
+    fn kld(&self, other: &Self) -> f64 {
+        self.p.iter().zip(&self.log_p).zip(&other.log_p).map(|((p, a), b)| p * (a - b)).sum()
+    }
+}
+
+/// Mean and largest KL divergence of `got` from `expected` (logits), and how often the likeliest token is the same.
 fn divergence(expected: &[Vec<f32>], got: &[Vec<f32>]) -> (f64, f64, f64) {
     assert_eq!(expected.len(), got.len());
-    let log_p = |logits: &[f32]| -> Vec<f64> {
-        let largest = logits.iter().copied().fold(f32::MIN, f32::max);
-        let total: f64 = logits.iter().map(|l| f64::from(l - largest).exp()).sum();
-        logits.iter().map(|l| f64::from(l - largest) - total.ln()).collect()
-    };
-    let likeliest = |logits: &[f32]| kvant_engine::sampler::greedy(logits);
     let (mut sum, mut worst, mut same) = (0.0, 0.0f64, 0);
     for (e, g) in expected.iter().zip(got) {
-        let (p, q) = (log_p(e), log_p(g));
-        let kld: f64 = p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum();
+        let kld = Distribution::of(e).kld(&Distribution::of(g));
         sum += kld;
         worst = worst.max(kld);
-        same += usize::from(likeliest(e) == likeliest(g));
+        same += usize::from(greedy(e) == greedy(g));
     }
     let n = expected.len() as f64;
     (sum / n, worst, f64::from(same as u32) / n)
@@ -110,21 +127,101 @@ fn the_same_prompt_four_times_gives_four_equal_results_equal_to_it_alone() {
     }
 }
 
+/// The arms whose agreement is asked for; the last is the reference.
+const AGREEING: [Arm; 3] = [Arm::Fused, Arm::DequantOnce, Arm::DequantStep];
+
+/// What arms made of the same texts, taken up position by position.
+struct Agreement {
+    /// KL divergence of arm j from arm i, summed.
+    kld: [[f64; 3]; 3],
+    positions: usize,
+    /// Per arm: text, step and top-two gap of the reference where its own choice first leaves the text.
+    left: [Vec<(usize, usize, f32)>; 3],
+}
+
+/// Decodes the prompts greedily under dequant-step, then follows that text under every arm. While an arm's own choices are
+/// those of the text, its own greedy decoding would have produced it; the first other choice is where it would have left.
+fn agreement(loaded: &Arc<LoadedModel>, scheme: &str, prompts: &[Vec<u32>], steps: usize) -> Agreement {
+    let mut reference = engine(loaded, scheme, Arm::DequantStep, 2);
+    let request = |p: &Vec<u32>| Request { ignore_end: true, ..Request::greedy(p.clone(), steps) };
+    let made = reference.generate(prompts.iter().map(request).collect(), &mut |_| Continue(())).unwrap();
+    let texts: Vec<Vec<u32>> =
+        prompts.iter().zip(made.outcomes).map(|(p, o)| [p.as_slice(), &o.tokens].concat()).collect();
+    let forced: Vec<Forced<'_>> =
+        texts.iter().zip(prompts).map(|(tokens, p)| Forced { tokens, prompt: p.len() }).collect();
+    // [arm][text]: logits of the prompt's last token and of every step.
+    let logits = AGREEING.map(|arm| {
+        let mut logits = vec![Vec::new(); texts.len()];
+        let mut engine = engine(loaded, scheme, arm, 2);
+        engine
+            .follow(&forced, Feed::Decode, &mut |text, _, l: &[f32]| {
+                logits[text].push(l.to_vec());
+                Ok(())
+            })
+            .unwrap();
+        assert!(engine.cache_bytes().packed_bytes > 0, "{scheme} packs nothing here");
+        logits
+    });
+    let mut found = Agreement { kld: Default::default(), positions: 0, left: Default::default() };
+    for text in 0..texts.len() {
+        assert!(logits.iter().all(|arm| arm[text].len() == steps + 1));
+        let mut left = [false; 3];
+        for step in 0..=steps {
+            let rows = [0, 1, 2].map(|arm| logits[arm][text][step].as_slice());
+            let p = rows.map(Distribution::of);
+            for (i, j) in [(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)] {
+                found.kld[i][j] += p[i].kld(&p[j]);
+            }
+            let first = greedy(rows[2]);
+            assert!(
+                step == steps || first == texts[text][prompts[text].len() + step],
+                "the text is the reference's own"
+            );
+            for arm in (0..3).filter(|&arm| greedy(rows[arm]) != first) {
+                if !std::mem::replace(&mut left[arm], true) {
+                    let others = rows[2].iter().enumerate().filter(|(i, _)| *i != first as usize);
+                    let second = others.map(|(_, &l)| l).fold(f32::MIN, f32::max);
+                    found.left[arm].push((text, step, rows[2][first as usize] - second));
+                }
+            }
+            found.positions += 1;
+        }
+    }
+    found
+}
+
+/// The contract of `bench decode`: mean KL divergence between each two arms of at most 1e-4; greedy tokens equal for at least
+/// 95 % of the requests; a first difference only where the reference's two likeliest tokens are within 1.0. Requests are
+/// counted over all schemes: 95 % of a few say nothing, as any text may hold a tie that the last bit of one f32 decides.
 #[test]
 fn fused_and_dequantized_attention_agree_over_160_steps() {
     let (loaded, _turn) = model();
     let tokens = loaded.encode(TEXT).unwrap();
-    let (prompt, steps) = (330, 160);
+    let prompts = PIECES.map(|(from, len)| tokens[from..from + len].to_vec());
+    let (mut requests, mut equal) = (0, [0; 3]);
     // Schemes with a window: without one, two f32 kernels disagree as much (decision 0006).
     for scheme in ["k8v8g64w128s4p512", "k4v4g64w128s4p512", "k2v2g32w128s4p512"] {
-        let [step, once, fused] = [Arm::DequantStep, Arm::DequantOnce, Arm::Fused]
-            .map(|arm| follow(&mut engine(&loaded, scheme, arm, 2), &tokens[..prompt + steps], prompt, Feed::Decode));
-        assert_eq!(step.len(), steps + 1);
-        for (name, got) in [("fused", &fused), ("dequant-once", &once)] {
-            let (mean, worst, same) = divergence(&step, got);
-            println!("{scheme}: {name} against dequant-step: mean KLD {mean:.2e}, worst {worst:.2e}, same {same:.3}");
-            assert!(mean <= 1e-4, "{scheme} {name}: mean KLD {mean}");
+        let found = agreement(&loaded, scheme, &prompts, 160);
+        for (i, j) in [(0, 1), (0, 2), (1, 2)] {
+            // Divergence has a direction; the worse of the two counts, and NaN fails.
+            let [there, back] = [found.kld[i][j], found.kld[j][i]].map(|sum| sum / found.positions as f64);
+            let (a, b) = (AGREEING[i], AGREEING[j]);
+            println!("{scheme}: {a} and {b}: mean KLD {there:.2e} and {back:.2e}");
+            assert!(there <= 1e-4 && back <= 1e-4, "{scheme}: {a} and {b}: mean KLD {there} and {back}");
         }
+        requests += prompts.len();
+        for (arm, left) in found.left.iter().enumerate() {
+            equal[arm] += prompts.len() - left.len();
+            let name = AGREEING[arm];
+            for (text, step, gap) in left {
+                println!("{scheme}: {name} leaves text {text} at step {step}, top-two gap {gap:.4}");
+                assert!(*gap <= 1.0, "{scheme}: {name} leaves text {text} at step {step} at a top-two gap of {gap}");
+            }
+        }
+    }
+    for (arm, equal) in AGREEING.iter().zip(equal) {
+        println!("{arm}: greedy tokens equal for {equal} of {requests} requests");
+        assert!(f64::from(equal as u32) >= 0.95 * requests as f64, "{arm}: {equal} of {requests} requests are equal");
     }
 }
 

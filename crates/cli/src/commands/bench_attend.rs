@@ -165,7 +165,7 @@ fn check_memory(schemes: &[Scheme], shape: LayerShape, batch: usize, kv_len: usi
                 need / 1e9,
                 available as f64 / 1e9
             ),
-            "take a smaller shape, fewer schemes, or --hot",
+            if hot { "take a smaller shape or fewer schemes" } else { "take a smaller shape, fewer schemes, or --hot" },
         )),
         _ => Ok(()),
     }

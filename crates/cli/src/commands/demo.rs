@@ -77,12 +77,11 @@ fn decode(
     output::note(format_args!("{scheme}: {} requests together", prompts.len()));
     let mut prefill = Prefill::new(prompts);
     let requests = prompts.iter().map(|p| Request::greedy(p.clone(), max_tokens)).collect();
-    let generation = engine
-        .generate(requests, &mut |e| {
-            prefill.event(e);
-            Continue(())
-        })
-        .map_err(Failure::from)?;
+    let generation = engine.generate(requests, &mut |event| {
+        prefill.event(event);
+        Continue(())
+    });
+    let generation = generation.map_err(Failure::from)?;
     // What the cache says it holds, not what was asked for; a scheme given as text is that of every layer.
     let scheme = engine.schemes().map_err(Failure::from)?.layers()[0];
     Ok(Run { scheme, generation })

@@ -161,7 +161,7 @@ fn what_stands_in_the_models_place_is_seen_before_the_download() {
     pull(temp.path(), temp.path()).is_refused("SmolLM2-135M-Instruct.Q4_1.gguf is not a file");
     fs::remove_dir(&path).unwrap();
     fs::write(&path, b"mine").unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o000)).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o0)).unwrap();
     if fs::File::open(&path).is_ok() {
         println!("skipped: root reads every file, so none is unreadable here");
         return;
