@@ -1,0 +1,100 @@
+#!/usr/bin/env python3
+"""Sweeps of attention alone: over threads, and over batch and length. In: the program; out: records and their tables.
+
+  sweep.py threads PROGRAM OUT.json    1, 2, 4, 8, 16 threads (as many as there are cores), 16k and 64k tokens; every kernel
+  sweep.py grid PROGRAM OUT.json       batch 1, 4, 16 by 256 to 16k tokens, cold and hot, two threads
+  sweep.py tables                      writes benches/record/README.md from the records under benches/record/*/sweeps/
+
+Each thread count is pinned to as many cores, so that a shared host moves less. Quote ratios: both sides of `vs_f16` (medians)
+were timed in turns. NOT here: any figure. Needs python3 and taskset. PROGRAM must be built from a clean commit.
+"""
+
+import datetime
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "benches" / "record"
+ALL = "f16,k8v8g64,k4v4g64,k3v3g64,k2v2g64"
+SHAPE = "b={b},q=32,kv=8,d=128,s={s}"
+
+
+def threads_runs():
+    cores = len(os.sched_getaffinity(0))
+    for s in (16384, 65536):
+        yield f"2 threads, {s} tokens", 2, SHAPE.format(b=1, s=s), ALL, []
+    for kernel in ("avx2", "avx-vnni"):
+        yield f"2 threads, 16384 tokens, {kernel}", 2, SHAPE.format(b=1, s=16384), ALL, ["--kernel", kernel]
+    for n in (n for n in (1, 2, 4, 8, 16) if n <= cores):
+        for s in (16384, 65536):
+            yield f"{n} threads, {s} tokens", n, SHAPE.format(b=1, s=s), "f16,k8v8g64,k4v4g64", []
+
+
+def grid_runs():
+    for flags in ([], ["--hot"]):
+        for b in (1, 4, 16):
+            for s in (256, 1024, 4096, 16384):
+                temperature = "hot" if flags else "cold"
+                yield f"batch {b}, {s} tokens, {temperature}", 2, SHAPE.format(b=b, s=s), ALL, flags
+
+
+def measure(runs, program, out):
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout.strip()
+    record = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit,
+        "machine": {"cores": os.cpu_count(), "arch": platform.machine(), "info": info(program)},
+        "runs": [],
+    }
+    for label, threads, shape, schemes, flags in runs:
+        words = ["bench", "attend", "--shape", shape, "--threads", str(threads), "--kv", schemes, *flags, "--json"]
+        cores = ",".join(str(c) for c in sorted(os.sched_getaffinity(0))[:threads])
+        printed = subprocess.run(["taskset", "-c", cores, program, *words], check=True, stdout=subprocess.PIPE, text=True)
+        record["runs"].append({"label": label, "command": f"kvant {' '.join(words)}", "report": json.loads(printed.stdout)})
+        print(label, file=sys.stderr)
+    pathlib.Path(out).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def info(program):
+    return json.loads(subprocess.run([program, "info", "--json"], check=True, stdout=subprocess.PIPE, text=True).stdout)["machine"]
+
+
+def table(record):
+    lines = ["| what | scheme | kernel | minimum ms | median ms | % of read bandwidth | vs f16 |", "|---|---|---|---:|---:|---:|---:|"]
+    for run in record["runs"]:
+        for row in run["report"]["rows"]:
+            share = "" if row["pct_of_read"] > 100 or row.get("read_unreliable") else f"{row['pct_of_read']:.0f}"
+            cells = [run["label"], row["scheme"], row["kernel"], f"{row['min_ns'] / 1e6:.3f}", f"{row['median_ns'] / 1e6:.3f}"]
+            lines.append("| " + " | ".join(cells + [share, f"{row['vs_f16']:.2f}x"]) + " |")
+    return "\n".join(lines)
+
+
+def tables():
+    parts = ["# Sweeps of attention", "Written by `python3 benches/sweep.py tables` from the records beside this page."]
+    for path in sorted(RECORDS.glob("*/sweeps/*.json")):
+        record = json.loads(path.read_text())
+        machine = record["machine"]
+        cpu = (machine.get("info") or {}).get("cpu") or machine.get("cpu", "")
+        parts.append(f"## {path.relative_to(RECORDS)}\n\n{cpu}, {machine['cores']} cores, {record['date']}, commit {record['commit'][:10]}.")
+        parts.append(f"The first command: `{record['runs'][0]['command']}`")
+        parts.append(table(record))
+    (RECORDS / "README.md").write_text("\n\n".join(parts) + "\n")
+
+
+def main():
+    match sys.argv[1:]:
+        case ["threads", program, out]:
+            measure(threads_runs(), program, out)
+        case ["grid", program, out]:
+            measure(grid_runs(), program, out)
+        case ["tables"]:
+            tables()
+        case _:
+            sys.exit(__doc__)
+
+
+main()
