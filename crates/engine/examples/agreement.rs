@@ -1,5 +1,5 @@
 //! How far fused attention is from dequant-step, and from the portable fused kernel, on the real model, per kernel and
-//! scheme (teacher-forced, 96 steps): docs/decisions/0006-agreement-needs-a-window.md.
+//! scheme (teacher-forced, 96 steps): docs/decisions/0006-agreement-over-one-cache.md.
 //! Usage: agreement SCHEME...
 use kvant_engine::{Arm, Engine, EngineOptions, Feed, Forced, LoadedModel, Products, load_schemes};
 use std::sync::Arc;

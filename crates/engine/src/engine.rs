@@ -3,6 +3,7 @@
 //! NOT here: the rules of each part (scheduler.rs, model/, sampler.rs, kvant-kv).
 
 use crate::chat::{ChatTemplate, Message};
+use crate::forced::Tape;
 use crate::gguf::Gguf;
 use crate::model::{Config, Model, Products, Step};
 use crate::request::{Event, Outcome, Request};
@@ -108,6 +109,7 @@ pub struct Engine {
     attention: Attention,
     sequences: Vec<Sequence>,
     next_request: usize,
+    pub(crate) tape: Option<Tape>,
     logits: Vec<f32>,
     decode: DecodeTime,
 }
@@ -169,6 +171,7 @@ impl Engine {
             attention,
             sequences: Vec::new(),
             next_request: 0,
+            tape: None,
             logits: Vec::new(),
             decode: DecodeTime::default(),
         })
@@ -353,8 +356,8 @@ impl Engine {
         wanted: &[usize],
     ) -> Result<&[f32], Error> {
         let step = Step { batch, tokens, positions, wanted };
-        let Self { loaded, pool, cache, attention, logits, .. } = self;
-        pool.run(|| loaded.model.forward(&step, cache, attention, logits))?;
+        let Self { loaded, pool, cache, attention, tape, logits, .. } = self;
+        pool.run(|| loaded.model.forward(&step, cache, attention, tape.as_mut(), logits))?;
         Ok(&self.logits)
     }
 

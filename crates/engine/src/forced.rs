@@ -5,6 +5,7 @@
 use crate::Error;
 use crate::engine::{Engine, check_tokens};
 use crate::scheduler::PREFILL_ROWS;
+use half::f16;
 use kvant_kv::{Rows, SeqId};
 
 /// A text to be followed.
@@ -23,6 +24,42 @@ pub enum Feed {
     Decode,
     /// In chunks, one text after another, as in prefill.
     Prefill,
+}
+
+/// Keys and values as one pass stored them, rounded to f16 as every cache does first, call by call. Another pass over the
+/// same texts that stores these in place of its own differs in attention alone: without that, one key next to a rounding
+/// boundary would change what all later layers and tokens store (docs/decisions/0006-agreement-over-one-cache.md).
+#[derive(Debug, Default)]
+pub struct Tape {
+    stored: Vec<[Vec<f16>; 2]>,
+    /// Next call to play; None while recording.
+    next: Option<usize>,
+}
+
+impl Tape {
+    /// Bytes of the tape for one token of a model.
+    pub fn token_bytes(layers: usize, row_len: usize) -> usize {
+        layers * 2 * row_len * size_of::<f16>()
+    }
+
+    /// From now on the tape plays, from its start.
+    pub fn rewind(&mut self) {
+        self.next = Some(0);
+    }
+
+    /// Notes the rows of one layer's call, or replaces them.
+    pub(crate) fn pass(&mut self, k: &mut [f32], v: &mut [f32]) {
+        match &mut self.next {
+            None => self.stored.push([&*k, &*v].map(|x| x.iter().map(|&x| f16::from_f32(x)).collect())),
+            Some(next) => {
+                for (rows, stored) in [k, v].into_iter().zip(&self.stored[*next]) {
+                    assert_eq!(rows.len(), stored.len(), "a tape plays to the texts that it recorded");
+                    rows.iter_mut().zip(stored).for_each(|(x, s)| *x = s.to_f32());
+                }
+                *next += 1;
+            }
+        }
+    }
 }
 
 /// Takes the number of a text, a position in it, and f32 logits `[vocabulary]`; an error of it ends the pass.
@@ -45,6 +82,24 @@ impl Engine {
         if result.is_err() {
             self.clear()?;
         }
+        result
+    }
+
+    /// [`Engine::follow`] with a tape of what is stored: recorded, or after [`Tape::rewind`] played. Texts and `feed` must
+    /// be those of the recording.
+    ///
+    /// # Errors
+    /// Those of [`Engine::follow`].
+    pub fn follow_with(
+        &mut self,
+        tape: &mut Tape,
+        texts: &[Forced<'_>],
+        feed: Feed,
+        each: &mut OnLogits<'_>,
+    ) -> Result<(), Error> {
+        self.tape = Some(std::mem::take(tape));
+        let result = self.follow(texts, feed, each);
+        *tape = self.tape.take().unwrap_or_default();
         result
     }
 

@@ -23,7 +23,7 @@ pub mod tokenizer;
 pub use chat::Message;
 pub use engine::{DecodeTime, Engine, EngineOptions, Generation, LoadedModel};
 pub use error::Error;
-pub use forced::{Feed, Forced, OnLogits};
+pub use forced::{Feed, Forced, OnLogits, Tape};
 pub use kvant_kv::Arm;
 pub use model::{Products, product_kernels};
 pub use request::{Event, FinishReason, Outcome, Request};

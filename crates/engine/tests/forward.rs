@@ -7,7 +7,7 @@ use half::f16;
 use kvant_engine::model::linear::{BlockKind, Linear, WeightRows};
 use kvant_engine::{
     Arm, Engine, EngineOptions, Error, Event, Feed, FinishReason, Forced, LoadedModel, Message, Pool, Products,
-    Request, Sampling, load_schemes, product_kernels,
+    Request, Sampling, Tape, load_schemes, product_kernels,
 };
 use std::ops::ControlFlow::{Break, Continue};
 use std::ops::Range;
@@ -254,6 +254,39 @@ fn prefill_and_decode_agree_over_packed_groups() {
             let off = distance(a, &b);
             assert!(off <= 2e-2, "{scheme} position {}: {off}", 99 + i);
         }
+    }
+}
+
+#[test]
+fn a_tape_makes_arms_store_the_same_and_changes_nothing_else() {
+    let loaded = load(&Tiny::default().parts(), Products::Quantized);
+    let text = tokens(260, 5);
+    let with = |arm: Arm, scheme: &str, text: &[u32], tape: &mut Tape| {
+        let mut all = Vec::new();
+        let forced = [Forced { tokens: text, prompt: 100 }];
+        let mut each = |_: usize, _: usize, l: &[f32]| -> Result<(), Error> {
+            all.push(l.to_vec());
+            Ok(())
+        };
+        engine(&loaded, scheme, arm, 2).follow_with(tape, &forced, Feed::Decode, &mut each).unwrap();
+        all
+    };
+    let free = logits(&mut engine(&loaded, "k2v2g32", Arm::DequantStep, 2), &text, 100, Feed::Decode);
+    let mut tape = Tape::default();
+    assert_eq!(with(Arm::DequantStep, "k2v2g32", &text, &mut tape), free, "recording changes nothing");
+    tape.rewind();
+    assert_eq!(with(Arm::DequantStep, "k2v2g32", &text, &mut tape), free, "an arm that plays its own tape is itself");
+    // Another text's keys and values give other logits: what is played is what is attended.
+    let mut other = Tape::default();
+    with(Arm::DequantStep, "k2v2g32", &tokens(260, 6), &mut other);
+    other.rewind();
+    assert_ne!(with(Arm::DequantStep, "k2v2g32", &text, &mut other), free);
+    tape.rewind();
+    let fused = with(Arm::Fused, "k2v2g32", &text, &mut tape);
+    for (position, (got, expected)) in fused.iter().zip(&free).enumerate() {
+        let expected: Vec<f64> = expected.iter().map(|&x| f64::from(x)).collect();
+        let off = distance(got, &expected);
+        assert!(off <= 1e-2, "position {position}: {off}");
     }
 }
 

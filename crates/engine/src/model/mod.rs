@@ -13,6 +13,7 @@ pub mod rope;
 pub use config::{ARCHITECTURES, Config};
 
 use crate::Error;
+use crate::forced::Tape;
 use crate::gguf::{Gguf, Matrix};
 use candle_core::quantized::QTensor;
 use candle_core::{Device, Tensor};
@@ -138,7 +139,8 @@ impl Model {
         }
     }
 
-    /// Runs one step; `logits` becomes f32 `[wanted][vocabulary]`. Call it on the engine's pool.
+    /// Runs one step; `logits` becomes f32 `[wanted][vocabulary]`. A `tape` notes the keys and values that are stored, or
+    /// puts its own in their place. Call it on the engine's pool.
     ///
     /// # Errors
     /// [`Error::NoSuchToken`], and those of the cache and attention. After an error the cache of the step's sequences
@@ -148,6 +150,7 @@ impl Model {
         step: &Step<'_>,
         cache: &mut Cache,
         attention: &mut Attention,
+        mut tape: Option<&mut Tape>,
         logits: &mut Vec<f32>,
     ) -> Result<(), Error> {
         let (hidden, shape) = (self.config.hidden, self.config.shape);
@@ -165,6 +168,9 @@ impl Model {
             let [q, k, v] = &mut buffers.qkv[..] else { unreachable!("three outputs") };
             rotate(&rotation, q, shape.q_heads * shape.head_dim);
             rotate(&rotation, k, shape.row_len());
+            if let Some(tape) = &mut tape {
+                tape.pass(k, v);
+            }
             attention::attend_step(cache, attention, i, step.batch, shape.head_dim, (q, k, v), &mut buffers.attended)?;
             if i == last {
                 // Behind the last attention each row goes its own way: rows without wanted logits end here.

@@ -1,7 +1,8 @@
 //! The proof that comes before the clock: fused, dequant-once and dequant-step decode the same. In: a model and prompts; out:
-//! divergences and first differences. Every arm follows the same tokens (those that dequant-step chooses greedily); as all
-//! arms share the tokens before an arm's first difference, the first place where its own choice differs from the text is
-//! exactly where its own greedy decoding would have left. NOT here: timing.
+//! divergences and first differences. Every arm follows the same tokens (those that dequant-step chooses greedily), and the
+//! arms that must agree store the keys and values that dequant-step computed: what differs is attention over the same cache.
+//! Left to itself each arm would store its own, and rounding would grow from token to token (docs/decisions/0006). f16 runs
+//! free: its divergence says what the scheme changes. NOT here: timing.
 
 use super::DecodeArgs;
 use crate::args::ArmName;
@@ -9,7 +10,7 @@ use crate::failure::Failure;
 use crate::output::note;
 use crate::{progress, session};
 use anyhow::Result;
-use kvant_engine::{Engine, Feed, Forced, LoadedModel, Request, Schemes};
+use kvant_engine::{Engine, Feed, Forced, LoadedModel, Request, Schemes, Tape};
 use kvant_kv::{PackedScheme, Scheme};
 use serde::Serialize;
 use std::ops::ControlFlow::Continue;
@@ -83,19 +84,26 @@ pub fn prove(
     let kernel = engines[0].kernel().to_string();
     let reference = arms.len() - 1;
     let vocabulary = model.config().vocabulary;
-    let per_request = (args.steps + 1) * vocabulary * size_of::<f32>();
+    let per_request = (args.steps + 1) * vocabulary * size_of::<f32>()
+        + (args.prompt_len + args.steps) * Tape::token_bytes(model.config().layers, model.config().shape.row_len());
     let group = (GROUP_BYTES / per_request).max(1);
 
     let mut sums = Sums::new(arms.len());
     for (g, prompts) in prompts.chunks(group).enumerate() {
         let wheel = progress::wheel(&format!("prove that the arms agree: {} requests", prompts.len()));
         let texts = greedy(&mut engines[reference], prompts, args.steps)?;
+        let mut tape = Tape::default();
+        let recorded = follow(&mut engines[reference], Some(&mut tape), &texts, args.prompt_len)?;
+        engines[reference].clear().map_err(Failure::from)?;
         let mut logits = Vec::new();
-        for engine in &mut engines {
-            logits.push(follow(engine, &texts, args.prompt_len)?);
+        for (arm, engine) in arms.iter().zip(&mut engines).take(reference) {
+            tape.rewind();
+            let tape = AGREEING.contains(arm).then_some(&mut tape);
+            logits.push(follow(engine, tape, &texts, args.prompt_len)?);
             // Only the logits are needed from here on.
             engine.clear().map_err(Failure::from)?;
         }
+        logits.push(recorded);
         sums.add(&logits, reference, vocabulary, g * group, args.steps + 1);
         wheel.finish_and_clear();
     }
@@ -111,14 +119,18 @@ fn greedy(engine: &mut Engine, prompts: &[Vec<u32>], steps: usize) -> Result<Vec
 }
 
 /// Logits of each text's positions from the prompt's last token on: one `[steps + 1][vocabulary]` per text.
-fn follow(engine: &mut Engine, texts: &[Vec<u32>], prompt: usize) -> Result<Vec<Vec<f32>>> {
+fn follow(engine: &mut Engine, tape: Option<&mut Tape>, texts: &[Vec<u32>], prompt: usize) -> Result<Vec<Vec<f32>>> {
     let forced: Vec<Forced<'_>> = texts.iter().map(|tokens| Forced { tokens, prompt }).collect();
     let mut logits = vec![Vec::new(); texts.len()];
     let mut each = |text: usize, _position: usize, row: &[f32]| {
         logits[text].extend_from_slice(row);
         Ok(())
     };
-    engine.follow(&forced, Feed::Decode, &mut each).map_err(Failure::from)?;
+    match tape {
+        Some(tape) => engine.follow_with(tape, &forced, Feed::Decode, &mut each),
+        None => engine.follow(&forced, Feed::Decode, &mut each),
+    }
+    .map_err(Failure::from)?;
     Ok(logits)
 }
 
@@ -233,8 +245,7 @@ impl Proof {
     /// # Errors
     /// [`Failure`] that says which bound was broken.
     pub fn check(&self) -> Result<(), Failure> {
-        const HINT: &str = "nothing was timed: one of the arms computes something else, or the scheme has too small a \
-                            window to keep rounding from growing (docs/decisions/0006; try w128s4p512)";
+        const HINT: &str = "nothing was timed: one of the arms computes something else";
         // Asked whether it holds, so that NaN fails.
         let within = |value: f64, bound: f64| value <= bound;
         for pair in &self.pairs {
