@@ -1,14 +1,8 @@
 //! How far fused attention is from dequant-step, and from the portable fused kernel, on the real model, per kernel and
 //! scheme (teacher-forced, 96 steps): docs/decisions/0006-agreement-over-one-cache.md.
 //! Usage: agreement SCHEME...
-use kvant_engine::{Arm, Engine, EngineOptions, Feed, Forced, LoadedModel, Products, load_schemes};
+use kvant_engine::{Arm, Distribution, Engine, EngineOptions, Feed, Forced, LoadedModel, Products, load_schemes};
 use std::sync::Arc;
-
-fn log_p(logits: &[f32]) -> Vec<f64> {
-    let largest = logits.iter().copied().fold(f32::MIN, f32::max);
-    let total: f64 = logits.iter().map(|l| f64::from(l - largest).exp()).sum();
-    logits.iter().map(|l| f64::from(l - largest) - total.ln()).collect()
-}
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let path = std::env::var("KVANT_MODEL").unwrap_or("models/SmolLM2-135M-Instruct.Q4_1.gguf".into());
@@ -18,12 +12,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (prompt, steps) = (330, 96);
     for scheme in std::env::args().skip(1) {
         let schemes = load_schemes(&scheme, loaded.config().layers)?;
-        let follow = |arm, kernel: &str| -> Result<Vec<Vec<f64>>, kvant_engine::Error> {
+        let follow = |arm, kernel: &str| -> Result<Vec<Distribution>, kvant_engine::Error> {
             let options = EngineOptions { threads: 2, kernel: Some(kernel.into()), arm, schemes: schemes.clone() };
             let mut all = Vec::new();
             let text = [Forced { tokens: &tokens[..prompt + steps], prompt }];
             Engine::new(loaded.clone(), options)?.follow(&text, Feed::Decode, &mut |_, _, l| {
-                all.push(log_p(l));
+                all.push(Distribution::of(l));
                 Ok(())
             })?;
             Ok(all)
@@ -34,8 +28,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         for kernel in &kernels {
             let (step, fused) = (follow(Arm::DequantStep, kernel)?, follow(Arm::Fused, kernel)?);
             for (name, reference) in [("dequant-step", &step), ("portable fused", &portable)] {
-                let kld = |(p, q): (&Vec<f64>, &Vec<f64>)| p.iter().zip(q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
-                let klds: Vec<f64> = reference.iter().zip(&fused).map(kld).collect();
+                let klds: Vec<f64> = reference.iter().zip(&fused).map(|(p, q)| p.kld(q)).collect();
                 let (mean, worst) =
                     (klds.iter().sum::<f64>() / klds.len() as f64, klds.iter().copied().fold(0.0, f64::max));
                 println!("{scheme} {kernel} against {name}: mean KLD {mean:.2e}, worst {worst:.2e}");

@@ -6,6 +6,7 @@
 //! NOT here: cache formats and attention kernels (kvant-kv), flags and printing (the program), network.
 
 pub mod chat;
+mod divergence;
 mod engine;
 mod error;
 mod forced;
@@ -21,6 +22,7 @@ mod threads;
 pub mod tokenizer;
 
 pub use chat::Message;
+pub use divergence::Distribution;
 pub use engine::{DecodeTime, Engine, EngineOptions, Generation, LoadedModel};
 pub use error::Error;
 pub use forced::{Feed, Forced, OnLogits, Tape};

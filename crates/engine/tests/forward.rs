@@ -9,6 +9,7 @@ use kvant_engine::{
     Arm, Engine, EngineOptions, Error, Event, Feed, FinishReason, Forced, LoadedModel, Message, Pool, Products,
     Request, Sampling, Tape, load_schemes, product_kernels,
 };
+use kvant_kv::attend::reference::relative_error;
 use std::ops::ControlFlow::{Break, Continue};
 use std::ops::Range;
 use std::sync::Arc;
@@ -40,11 +41,6 @@ fn logits(engine: &mut Engine, tokens: &[u32], prompt: usize, feed: Feed) -> Vec
     all
 }
 
-fn distance(got: &[f32], expected: &[f64]) -> f64 {
-    let off: f64 = got.iter().zip(expected).map(|(g, e)| (f64::from(*g) - e).powi(2)).sum();
-    (off / expected.iter().map(|e| e * e).sum::<f64>()).sqrt()
-}
-
 #[test]
 fn logits_equal_a_plain_f64_forward_pass() {
     let base = Tiny::default();
@@ -66,7 +62,7 @@ fn logits_equal_a_plain_f64_forward_pass() {
                 let got = logits(&mut engine, &text, 0, feed);
                 assert_eq!(got.len(), text.len());
                 for (position, (got, expected)) in got.iter().zip(&expected).enumerate() {
-                    let off = distance(got, expected);
+                    let off = relative_error(got, expected);
                     assert!(off <= 6e-3, "{tiny:?} {products:?} {feed:?} position {position}: {off}");
                 }
             }
@@ -95,7 +91,7 @@ fn weights_of_every_type_are_converted() {
         let got = logits(&mut engine(&loaded, "f16", Arm::F16, 2), &text, 0, Feed::Prefill);
         for (got, expected) in got.iter().zip(&expected) {
             // The file's values rounded to 8 bits once more: half a step of 1/127 of a block's largest.
-            let off = distance(got, expected);
+            let off = relative_error(got, expected);
             assert!(off <= 3e-2, "{dtype:?}: {off}");
         }
     }
@@ -251,7 +247,7 @@ fn prefill_and_decode_agree_over_packed_groups() {
         assert_eq!((prefilled.len(), decoded.len()), (231, 231));
         for (i, (a, b)) in prefilled.iter().zip(&decoded).enumerate() {
             let b: Vec<f64> = b.iter().map(|&x| f64::from(x)).collect();
-            let off = distance(a, &b);
+            let off = relative_error(a, &b);
             assert!(off <= 2e-2, "{scheme} position {}: {off}", 99 + i);
         }
     }
@@ -285,7 +281,7 @@ fn a_tape_makes_arms_store_the_same_and_changes_nothing_else() {
     let fused = with(Arm::Fused, "k2v2g32", &text, &mut tape);
     for (position, (got, expected)) in fused.iter().zip(&free).enumerate() {
         let expected: Vec<f64> = expected.iter().map(|&x| f64::from(x)).collect();
-        let off = distance(got, &expected);
+        let off = relative_error(got, &expected);
         assert!(off <= 1e-2, "position {position}: {off}");
     }
 }
@@ -430,7 +426,7 @@ fn products_are_close_to_f32_products_of_the_same_weights() {
                 out.remove(0)
             };
             let (got, expected) = (run(false), run(true).iter().map(|&x| f64::from(x)).collect::<Vec<_>>());
-            let off = distance(&got, &expected);
+            let off = relative_error(&got, &expected);
             // Measured 1e-4 with such outliers; a single 8-bit rounding gives 2.5e-2.
             assert!(off <= 5e-4, "{kind:?}, {rows} rows: {off}");
         }

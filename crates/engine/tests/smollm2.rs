@@ -4,7 +4,8 @@
 
 use kvant_engine::sampler::greedy;
 use kvant_engine::{
-    Arm, Engine, EngineOptions, Error, Event, Feed, Forced, LoadedModel, Message, Products, Request, load_schemes,
+    Arm, Distribution, Engine, EngineOptions, Error, Event, Feed, Forced, LoadedModel, Message, Products, Request,
+    load_schemes,
 };
 use std::ops::ControlFlow::Continue;
 use std::path::PathBuf;
@@ -41,27 +42,6 @@ fn model() -> (Arc<LoadedModel>, MutexGuard<'static, ()>) {
 fn engine(loaded: &Arc<LoadedModel>, scheme: &str, arm: Arm, threads: usize) -> Engine {
     let schemes = load_schemes(scheme, loaded.config().layers).unwrap();
     Engine::new(loaded.clone(), EngineOptions { threads, kernel: None, arm, schemes }).unwrap()
-}
-
-/// Probabilities that logits stand for, and their natural logarithms.
-struct Distribution {
-    p: Vec<f64>,
-    log_p: Vec<f64>,
-}
-
-impl Distribution {
-    fn of(logits: &[f32]) -> Self {
-        let largest = logits.iter().copied().fold(f32::MIN, f32::max);
-        let mut p: Vec<f64> = logits.iter().map(|l| f64::from(l - largest).exp()).collect();
-        let total: f64 = p.iter().sum();
-        p.iter_mut().for_each(|p| *p /= total);
-        Self { p, log_p: logits.iter().map(|l| f64::from(l - largest) - total.ln()).collect() }
-    }
-
-    /// KL divergence of `other` from this one.
-    fn kld(&self, other: &Self) -> f64 {
-        self.p.iter().zip(&self.log_p).zip(&other.log_p).map(|((p, a), b)| p * (a - b)).sum()
-    }
 }
 
 /// Mean and largest KL divergence of `got` from `expected` (logits), and how often the likeliest token is the same.

@@ -4,6 +4,7 @@
 
 use crate::append::cpu;
 use crate::attend::dense::{DenseCodes, DenseKv};
+use crate::attend::reference::relative_error;
 use crate::attend::{AttendOptions, Attention};
 use crate::cache::layout::RecordLayout;
 use crate::quant::affine::quantize;
@@ -69,13 +70,6 @@ impl<'a> Golden<'a> {
     fn i64(&self, name: &str) -> Vec<usize> {
         self.get::<i64>(name, Dtype::I64).1.into_iter().map(|x| usize::try_from(x).expect("not negative")).collect()
     }
-}
-
-/// Relative L2 error. NaN anywhere gives NaN, which fails `<=`.
-fn rel_err(got: &[f32], want: &[f64]) -> f64 {
-    assert_eq!(got.len(), want.len());
-    let num: f64 = got.iter().zip(want).map(|(&g, &w)| (g as f64 - w).powi(2)).sum();
-    (num / want.iter().map(|w| w * w).sum::<f64>()).sqrt()
 }
 
 /// Every kernel this processor runs, with its tolerances (packed, f16).
@@ -192,7 +186,7 @@ fn golden_dense_attention() {
         each_kernel(|kernel, mut attention, tolerance, _| {
             let mut out = vec![f32::NAN; q.len()];
             attention.attend_dense(&kv, &q, &mut out, &AttendOptions::new(shape.head_dim)).unwrap();
-            let err = rel_err(&out, &want);
+            let err = relative_error(&out, &want);
             println!("{name} {kernel}: {err:.1e}");
             assert!(err <= tolerance, "{name} {kernel}: {err:.1e} > {tolerance:.0e}");
         });
@@ -214,7 +208,7 @@ fn golden_layers_axis_equals_a_loop() {
     each_kernel(|kernel, mut attention, tolerance, _| {
         let mut out = vec![f32::NAN; q.len()];
         attention.attend_dense(&all, &q, &mut out, &options).unwrap();
-        assert!(rel_err(&out, &want) <= tolerance, "{kernel}");
+        assert!(relative_error(&out, &want) <= tolerance, "{kernel}");
         let n = q.len() / layers;
         for layer in 0..layers {
             let one = DenseKv::from_codes(shape, 2, 32, (1, batch, kv_len), &case.part(layer, layers)).unwrap();
@@ -256,7 +250,7 @@ fn golden_variants_of_newer_models() {
         each_kernel(|kernel, mut attention, _, tolerance| {
             let mut out = vec![f32::NAN; q.len()];
             attention.attend(&cache, 0, &[Rows { seq, rows: 1 }], &q, &mut out, &options).unwrap();
-            let err = rel_err(&out, &want);
+            let err = relative_error(&out, &want);
             assert!(err <= tolerance, "{name} {kernel}: {err:.1e} > {tolerance:.0e}");
         });
     }
@@ -300,7 +294,7 @@ fn golden_cache_decoded_step_by_step() {
                     cache.commit(0, &one).unwrap();
                     // dequant arms round x_hat to f16: 2^-11 relative.
                     let tolerance = if arm == Arm::Fused { tolerance } else { 3e-3 };
-                    let err = rel_err(&out, &want[step * n..][..n]);
+                    let err = relative_error(&out, &want[step * n..][..n]);
                     assert!(err <= tolerance, "{name} {kernel} {arm} step {step}: {err:.1e} > {tolerance:.0e}");
                 }
             }

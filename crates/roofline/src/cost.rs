@@ -223,9 +223,8 @@ mod tests {
                 ["f16", "k8v8g64w128s4p512", "k4v4g64w128s4p512", "k3v2g32", "k2v2g32w128s4p512", "k4v4g128w32s16"]
             {
                 let scheme: Scheme = text.parse().unwrap();
-                let arm = if scheme == Scheme::F16 { Arm::F16 } else { Arm::Fused };
                 for len in [1, 31, 33, 200, 640, 1025] {
-                    let mut cache = Cache::new(&[LayerConfig { shape, scheme }], arm).unwrap();
+                    let mut cache = Cache::new(&[LayerConfig { shape, scheme }], Arm::of(scheme)).unwrap();
                     let rows = [Rows { seq: cache.add_sequence(), rows: len }];
                     let zeros = vec![0.0; len * shape.row_len()];
                     cache.append(0, &rows, &zeros, &zeros).unwrap();

@@ -8,7 +8,7 @@ use crate::failure::Failure;
 use crate::table::{Align, Table};
 use crate::{output, progress, rss, shape_text, units};
 use anyhow::Result;
-use kvant_kv::attend::reference::attend_cache_f64;
+use kvant_kv::attend::reference::{attend_cache_f64, relative_error};
 use kvant_kv::{Arm, AttendOptions, Attention, Cache, LayerConfig, LayerShape, Rows, Scheme};
 use kvant_roofline::cost::resident_bytes;
 use kvant_roofline::timer::{self, Contestant, Timing};
@@ -249,9 +249,8 @@ impl Subject {
         hot: bool,
         inputs: &Inputs,
     ) -> Result<Self> {
-        let arm = if scheme == Scheme::F16 { Arm::F16 } else { Arm::Fused };
         let bytes = batch * Cost::of(shape, scheme, kv_len).bytes();
-        let mut cache = Cache::new(&[LayerConfig { shape, scheme }], arm).map_err(Failure::from)?;
+        let mut cache = Cache::new(&[LayerConfig { shape, scheme }], Arm::of(scheme)).map_err(Failure::from)?;
         let mut copies = Vec::new();
         for _ in 0..timer::copies(bytes, hot) {
             let mut copy = Vec::new();
@@ -290,12 +289,7 @@ impl Subject {
         self.attend(attention, 0, shape, &inputs.q, &mut out).map_err(Failure::from)?;
         let options = AttendOptions::new(shape.head_dim);
         let exact = attend_cache_f64(&self.cache, 0, &self.copies[0], &inputs.q, &options).map_err(Failure::from)?;
-        let (mut error, mut norm) = (0.0, 0.0);
-        for (&got, &want) in out.iter().zip(&exact) {
-            error += (f64::from(got) - want).powi(2);
-            norm += want.powi(2);
-        }
-        Ok((error / norm).sqrt())
+        Ok(relative_error(&out, &exact))
     }
 }
 

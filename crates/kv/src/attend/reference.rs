@@ -9,6 +9,18 @@ use crate::cache::store::SeqView;
 use crate::{Cache, Error, Rows};
 use half::f16;
 
+/// Relative L2 distance of `got` from `want`. A NaN anywhere gives NaN, which fails `<=`.
+pub fn relative_error<T: Copy + Into<f64>>(got: &[f32], want: &[T]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let (mut error, mut norm) = (0.0, 0.0);
+    for (&got, &want) in got.iter().zip(want) {
+        let want: f64 = want.into();
+        error += (f64::from(got) - want).powi(2);
+        norm += want.powi(2);
+    }
+    (error / norm).sqrt()
+}
+
 /// Attention of one query vector over keys and values `[n][head_dim]`, all of them visible.
 pub fn attend_f64(
     q: &[f64],
@@ -103,4 +115,14 @@ fn visible(view: &SeqView<'_>, head: usize, position: usize, first_visible: usiz
         }
     }
     (k, v)
+}
+#[cfg(test)]
+mod tests {
+    use super::relative_error;
+
+    #[test]
+    fn errors_are_relative_and_nan_stays() {
+        assert!((relative_error(&[3.0, 4.5], &[3.0, 4.0]) - 0.1).abs() < 1e-9);
+        assert!(relative_error(&[f32::NAN], &[1.0]).is_nan());
+    }
 }

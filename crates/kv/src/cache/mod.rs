@@ -36,6 +36,13 @@ pub enum Arm {
     DequantStep,
 }
 
+impl Arm {
+    /// The arm that reads a cache of this scheme as it is stored: f16 for the plain one, fused for packed ones.
+    pub fn of(scheme: Scheme) -> Self {
+        if scheme == Scheme::F16 { Arm::F16 } else { Arm::Fused }
+    }
+}
+
 /// One layer of a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerConfig {

@@ -3,7 +3,7 @@
 
 use super::SurveyError;
 use crate::cost::Work;
-use kvant_kv::attend::reference::attend_cache_f64;
+use kvant_kv::attend::reference::{attend_cache_f64, relative_error};
 use kvant_kv::{Arm, AttendOptions, Attention, Cache, Error, LayerConfig, LayerShape, Rows, Scheme, SeqId};
 use std::sync::{Mutex, PoisonError};
 
@@ -121,12 +121,7 @@ impl<'a> AttendCall<'a> {
         self.run(attention, 0, &mut out)?;
         let options = AttendOptions::new(self.shape.head_dim);
         let exact = attend_cache_f64(&self.cache, 0, &self.copies[0], &self.data.q[..out.len()], &options)?;
-        let (mut error, mut norm) = (0.0, 0.0);
-        for (&got, &want) in out.iter().zip(&exact) {
-            error += (f64::from(got) - want).powi(2);
-            norm += want.powi(2);
-        }
-        Ok((error / norm).sqrt())
+        Ok(relative_error(&out, &exact))
     }
 }
 
@@ -190,8 +185,7 @@ impl AppendCall {
 }
 
 fn new_cache(shape: LayerShape, scheme: Scheme) -> Result<Cache, Error> {
-    let arm = if scheme == Scheme::F16 { Arm::F16 } else { Arm::Fused };
-    Cache::new(&[LayerConfig { shape, scheme }], arm)
+    Cache::new(&[LayerConfig { shape, scheme }], Arm::of(scheme))
 }
 
 /// Appends and commits `n` tokens.

@@ -3,12 +3,13 @@
 //! leave), and where the crossover is.
 //! NOT here: the f16 cache as a rival (bench attend); the second pass reads the same bytes as it would.
 
-use super::{Contents, HEAD_DIM, Lab, distance, ratio, span, way};
+use super::{Contents, HEAD_DIM, Lab, ratio, span, way};
 use crate::args::ExperimentArgs;
 use crate::failure::{Failure, SCHEME_HINT};
 use crate::table::{Align, Table};
 use crate::{progress, units};
 use anyhow::Result;
+use kvant_kv::attend::reference::relative_error;
 use kvant_kv::{Arm, Scheme};
 use serde::Serialize;
 
@@ -97,7 +98,7 @@ fn point(lab: &Lab, scheme: Scheme, kv_len: usize, query_rows: usize) -> Result<
     for (filled, out) in filled.iter().zip(&mut outs) {
         filled.attend(lab, 0..1, 0, &q, out).map_err(Failure::from)?;
     }
-    let far = distance(&outs[1], &outs[0]).max(distance(&outs[1], &outs[2]));
+    let far = relative_error(&outs[0], &outs[1]).max(relative_error(&outs[2], &outs[1]));
     let allowed = lab.attention.borrow().tolerance(true) + lab.attention.borrow().tolerance(false) + COPY_ROUNDING;
     // Asked this way round, NaN fails too.
     let holds = far <= allowed;

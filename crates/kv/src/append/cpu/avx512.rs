@@ -23,65 +23,9 @@ impl Avx512 {
             && is_x86_feature_detected!("avx512dq");
         all.then_some(Self(()))
     }
-
-    pub(super) fn finite(self, x: &[f32]) -> bool {
-        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-        fn entry(kernel: Avx512, x: &[f32]) -> bool {
-            generic::finite(kernel, x)
-        }
-        // SAFETY: self proves the features.
-        unsafe { entry(self, x) }
-    }
-
-    pub(super) fn write_rows(
-        self,
-        layout: &F16Layout,
-        block: &mut [u8],
-        slot: usize,
-        row_len: usize,
-        k: &[f32],
-        v: &[f32],
-    ) {
-        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-        fn entry(
-            kernel: Avx512,
-            layout: &F16Layout,
-            block: &mut [u8],
-            slot: usize,
-            row_len: usize,
-            k: &[f32],
-            v: &[f32],
-        ) {
-            generic::write_rows(kernel, layout, block, slot, row_len, k, v);
-        }
-        // SAFETY: self proves the features.
-        unsafe { entry(self, layout, block, slot, row_len, k, v) }
-    }
-
-    pub(super) fn write_record(
-        self,
-        layout: &RecordLayout,
-        blocks: &[(&[f16], &[f16])],
-        sinks: usize,
-        record: &mut [u8],
-    ) {
-        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-        fn entry(kernel: Avx512, layout: &RecordLayout, blocks: &[(&[f16], &[f16])], sinks: usize, record: &mut [u8]) {
-            generic::write_record(kernel, layout, blocks, sinks, record);
-        }
-        // SAFETY: self proves the features.
-        unsafe { entry(self, layout, blocks, sinks, record) }
-    }
-
-    pub(super) fn dequantize(self, layout: &RecordLayout, record: &[u8], blocks: &mut [(&mut [f16], &mut [f16])]) {
-        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-        fn entry(kernel: Avx512, layout: &RecordLayout, record: &[u8], blocks: &mut [(&mut [f16], &mut [f16])]) {
-            dequantize::dequantize(kernel, layout, record, blocks);
-        }
-        // SAFETY: self proves the features.
-        unsafe { entry(self, layout, record, blocks) }
-    }
 }
+
+entry_points!(Avx512, "avx512f,avx512bw,avx512vl,avx512dq");
 
 /// Lane i of the result: `$op` over the lanes of vector i of `$x`. Each step halves the vectors and doubles what one holds.
 macro_rules! each {

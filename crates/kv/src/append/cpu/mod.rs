@@ -2,6 +2,89 @@
 //! Every variant writes the same bytes (parity.rs), so which one ran cannot be seen in a cache.
 //! NOT here: the algorithms (generic.rs, dequantize.rs), which tokens are packed when (cache/).
 
+/// Gives a proof type the operation's functions, compiled for its instructions: the generic code is inlined into one
+/// function per operation that has the features.
+#[cfg(target_arch = "x86_64")]
+macro_rules! entry_points {
+    ($proof:ident, $features:literal) => {
+        impl $proof {
+            pub(super) fn finite(self, x: &[f32]) -> bool {
+                #[target_feature(enable = $features)]
+                fn entry(kernel: $proof, x: &[f32]) -> bool {
+                    generic::finite(kernel, x)
+                }
+                // SAFETY: self proves the features.
+                unsafe { entry(self, x) }
+            }
+
+            pub(super) fn write_rows(
+                self,
+                layout: &F16Layout,
+                block: &mut [u8],
+                slot: usize,
+                row_len: usize,
+                k: &[f32],
+                v: &[f32],
+            ) {
+                #[target_feature(enable = $features)]
+                fn entry(
+                    kernel: $proof,
+                    layout: &F16Layout,
+                    block: &mut [u8],
+                    slot: usize,
+                    row_len: usize,
+                    k: &[f32],
+                    v: &[f32],
+                ) {
+                    generic::write_rows(kernel, layout, block, slot, row_len, k, v);
+                }
+                // SAFETY: self proves the features.
+                unsafe { entry(self, layout, block, slot, row_len, k, v) }
+            }
+
+            pub(super) fn write_record(
+                self,
+                layout: &RecordLayout,
+                blocks: &[(&[f16], &[f16])],
+                sinks: usize,
+                record: &mut [u8],
+            ) {
+                #[target_feature(enable = $features)]
+                fn entry(
+                    kernel: $proof,
+                    layout: &RecordLayout,
+                    blocks: &[(&[f16], &[f16])],
+                    sinks: usize,
+                    record: &mut [u8],
+                ) {
+                    generic::write_record(kernel, layout, blocks, sinks, record);
+                }
+                // SAFETY: self proves the features.
+                unsafe { entry(self, layout, blocks, sinks, record) }
+            }
+
+            pub(super) fn dequantize(
+                self,
+                layout: &RecordLayout,
+                record: &[u8],
+                blocks: &mut [(&mut [f16], &mut [f16])],
+            ) {
+                #[target_feature(enable = $features)]
+                fn entry(
+                    kernel: $proof,
+                    layout: &RecordLayout,
+                    record: &[u8],
+                    blocks: &mut [(&mut [f16], &mut [f16])],
+                ) {
+                    dequantize::dequantize(kernel, layout, record, blocks);
+                }
+                // SAFETY: self proves the features.
+                unsafe { entry(self, layout, record, blocks) }
+            }
+        }
+    };
+}
+
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]

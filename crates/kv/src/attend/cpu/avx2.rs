@@ -27,17 +27,9 @@ impl Avx2 {
             is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
         all.then_some(Self(()))
     }
-
-    /// The loop, compiled for these instructions.
-    pub(crate) fn attend_range(self, task: &Task<'_>, scratch: &mut Scratch, states: &mut States) {
-        #[target_feature(enable = "avx2,fma,f16c")]
-        fn entry(kernel: Avx2, task: &Task<'_>, scratch: &mut Scratch, states: &mut States) {
-            attend_range(kernel, task, scratch, states);
-        }
-        // SAFETY: self proves the features.
-        unsafe { entry(self, task, scratch, states) }
-    }
 }
+
+entry_point!(Avx2, "avx2,fma,f16c");
 
 /// Largest magnitude of a multiplier.
 const TOP: f32 = 32767.0;

@@ -1,8 +1,9 @@
 //! AVX-512 with VNNI: 8-bit dot products on packed codes (`vpdpbusd`), f32 FMA on f16 rows.
 //!
 //! Folded multipliers are 15-bit integers in two signed 8-bit limbs, `y = 128*hi + lo`, scaled per query vector by a bound
-//! on their magnitudes (keys: one per range, from its scales; values: one per group, from its largest weight and scale); codes are masked in place, never shifted where lanes differ (a field's power
-//! of two goes into the descale). Sums stay exact in i32: `256 rows * 255 * 127 * 128 < 2^31`.
+//! on their magnitudes (keys: one per range, from its scales; values: one per group, from its largest weight and scale);
+//! codes are masked in place, never shifted where lanes differ (a field's power of two goes into the descale). Sums stay
+//! exact in i32: `256 rows * 255 * 127 * 128 < 2^31`.
 //! Accuracy: each multiplier is off by at most max/32512, about 6e-4 relative in the output of real shapes.
 //! Tried and lost: one limb per multiplier (error 0.15 unless the codes are centred).
 //! NOT here: the loop (generic.rs), the bit format (quant/pack.rs).
@@ -30,17 +31,9 @@ impl Avx512Vnni {
             && is_x86_feature_detected!("avx512vnni");
         all.then_some(Self(()))
     }
-
-    /// The loop, compiled for these instructions.
-    pub(crate) fn attend_range(self, task: &Task<'_>, scratch: &mut Scratch, states: &mut States) {
-        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-        fn entry(kernel: Avx512Vnni, task: &Task<'_>, scratch: &mut Scratch, states: &mut States) {
-            attend_range(kernel, task, scratch, states);
-        }
-        // SAFETY: self proves the features.
-        unsafe { entry(self, task, scratch, states) }
-    }
 }
+
+entry_point!(Avx512Vnni, "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni");
 
 /// Largest magnitude of a multiplier: hi reaches 127, lo stays in -64..=63.
 const TOP: f32 = 16256.0;

@@ -20,17 +20,9 @@ impl AvxVnni {
     pub(crate) fn new() -> Option<Self> {
         Avx2::new().filter(|_| is_x86_feature_detected!("avxvnni")).map(Self)
     }
-
-    /// The loop, compiled for these instructions.
-    pub(crate) fn attend_range(self, task: &Task<'_>, scratch: &mut Scratch, states: &mut States) {
-        #[target_feature(enable = "avx2,fma,f16c,avxvnni")]
-        fn entry(kernel: AvxVnni, task: &Task<'_>, scratch: &mut Scratch, states: &mut States) {
-            attend_range(kernel, task, scratch, states);
-        }
-        // SAFETY: self proves the features.
-        unsafe { entry(self, task, scratch, states) }
-    }
 }
+
+entry_point!(AvxVnni, "avx2,fma,f16c,avxvnni");
 
 impl Kernel for AvxVnni {
     type Folded<const H: usize> = Words<H>;

@@ -2,6 +2,24 @@
 //! logs, parity tests and benches read this table.
 //! NOT here: the attention loop (generic.rs), validation and threads (attend/mod.rs, plan.rs).
 
+/// Gives a proof type the loop, compiled for its instructions: the generic code is inlined into a function that has the
+/// features.
+#[cfg(target_arch = "x86_64")]
+macro_rules! entry_point {
+    ($proof:ident, $features:literal) => {
+        impl $proof {
+            pub(crate) fn attend_range(self, task: &Task<'_>, scratch: &mut Scratch, states: &mut States) {
+                #[target_feature(enable = $features)]
+                fn entry(kernel: $proof, task: &Task<'_>, scratch: &mut Scratch, states: &mut States) {
+                    attend_range(kernel, task, scratch, states);
+                }
+                // SAFETY: self proves the features.
+                unsafe { entry(self, task, scratch, states) }
+            }
+        }
+    };
+}
+
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
