@@ -5,11 +5,12 @@
 //! NOT here: validation (mod.rs), arithmetic (cpu/, softmax.rs).
 
 use super::cpu::Variant;
-use super::cpu::generic::{MAX_VECTORS, RANGE_LEN, Scratch, Source, Task};
+use super::cpu::generic::{RANGE_LEN, Scratch, Source, Task};
 use super::softmax::States;
 use super::threads::Threads;
 use crate::LayerShape;
 use crate::cache::layout::RecordLayout;
+use std::cell::RefCell;
 use std::ops::Range;
 
 /// Most rows of a tile: the states of its vectors stay in the second-level cache while the keys go by.
@@ -23,6 +24,11 @@ const UNITS_PER_THREAD: usize = 8;
 /// Ranges that are merged among themselves before their block is merged with others, and most ranges of a unit of few
 /// query vectors: blocks begin at multiples of it, so that the order of merges is fixed by position.
 const BLOCK_RANGES: usize = 8;
+
+thread_local! {
+    /// Kept by every thread from call to call.
+    static SCRATCH: RefCell<Box<Scratch>> = RefCell::new(Scratch::new());
+}
 
 /// How calls are cut into work, for experiments; results do not depend on it. None: the product's rule.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -223,7 +229,6 @@ fn attend_unit(
     let mut scaled = Vec::with_capacity(tile.vectors(p) * d);
     vectors(p, tile, unit.head).for_each(|at| scaled.extend(q[at..at + d].iter().map(|x| x * p.sm_scale)));
     let last_visible: Vec<_> = tile.positions.clone().flat_map(|p| std::iter::repeat_n(p, ratio)).collect();
-    let mut scratch = Scratch::new();
     let mut parts: Vec<Part> = Vec::new();
     for r in unit.ranges.clone() {
         let range = r * RANGE_LEN..((r + 1) * RANGE_LEN).min(tile.positions.end);
@@ -238,7 +243,7 @@ fn attend_unit(
             edge: tile.edge,
             sinks: if tile.edge > 0 { p.sinks } else { 0 },
             first_visible: p.first_visible,
-            vectors_per_unpack: split.vectors_per_unpack.unwrap_or(MAX_VECTORS).clamp(1, MAX_VECTORS),
+            vectors_per_unpack: split.vectors_per_unpack.unwrap_or(variant.vectors).clamp(1, variant.vectors),
             softcap: p.softcap,
             q: &scaled,
             last_visible: &last_visible,
@@ -249,7 +254,7 @@ fn attend_unit(
             parts.push(Part { block, states: States::init(last_visible.len(), d) });
         }
         let part = parts.last_mut().expect("just pushed");
-        (variant.run)(&task, &mut scratch, &mut part.states);
+        SCRATCH.with_borrow_mut(|scratch| (variant.run)(&task, scratch, &mut part.states));
     }
     parts
 }

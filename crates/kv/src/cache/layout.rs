@@ -90,6 +90,18 @@ impl RecordLayout {
         self.v_params..self.record_bytes
     }
 
+    /// Where the codes of the keys are: panels whose lanes are tokens.
+    pub(crate) fn k_codes(&self) -> Range<usize> {
+        self.k_codes..self.v_params
+    }
+
+    /// Where the codes of value group `group` are: panels whose lanes are channels.
+    pub(crate) fn v_codes(&self, group: usize) -> Range<usize> {
+        let channels = self.v_channels(group);
+        let at = |channel| self.v_codes + panel_bytes(self.v_bits, channel, self.group_len);
+        at(channels.start)..at(channels.end)
+    }
+
     /// Panels of the keys: lanes are tokens.
     pub(crate) fn k_panels(&self) -> impl Iterator<Item = Panel> + use<> {
         panels(self.k_codes, self.k_bits, self.group_len, self.head_dim)

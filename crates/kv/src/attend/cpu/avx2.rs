@@ -7,7 +7,7 @@
 //! Accuracy: each multiplier is off by at most max/65534, below 5e-4 relative in the output of every parity case.
 //! NOT here: the loop (generic.rs), the bit format (quant/pack.rs), AVX-VNNI (avxvnni.rs).
 
-use super::generic::{Kernel, Lanes, MAX_FOLD, Scratch, Task, attend_range};
+use super::generic::{Kernel, Lanes, MAX_FOLD, Panels, Scratch, Task, Vectors, Sums, attend_range};
 use super::portable::{EXP2, MIN_EXP};
 use crate::attend::softmax::States;
 use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES};
@@ -47,6 +47,33 @@ impl<const H: usize> Words<H> {
 }
 
 impl Kernel for Avx2 {
+    type Vectors = Self;
+    const VECTORS: usize = 4;
+
+    #[inline(always)]
+    fn vectors(self) -> Self {
+        self
+    }
+
+    #[inline(always)]
+    fn panels<const H: usize>(
+        self,
+        panels: Panels<'_>,
+        _ready: &[u8],
+        folded: &Words<H>,
+        out: &mut [f32],
+        stride: usize,
+        _sums: &mut Sums,
+    ) {
+        panels.check::<H>(out, stride);
+        for (codes, first, lanes, prefetch) in panels.each() {
+            // SAFETY: self proves the features; out holds H rows of all lanes, and the codes have at most MAX_FOLD rows.
+            unsafe { panel(panels.bits, codes, lanes, folded, &mut out[first..], stride, prefetch) }
+        }
+    }
+}
+
+impl Vectors for Avx2 {
     type Folded<const H: usize> = Words<H>;
 
     fn folded<const H: usize>(self) -> Words<H> {
@@ -79,22 +106,6 @@ impl Kernel for Avx2 {
         assert!(x.len() >= (H - 1) * stride + top.len() && top.len().is_multiple_of(16));
         // SAFETY: self proves the features; lengths were just checked.
         unsafe { bound(x, stride, top) }
-    }
-
-    #[inline(always)]
-    fn panel<const H: usize>(
-        self,
-        bits: u32,
-        codes: &[u8],
-        lanes: usize,
-        folded: &Words<H>,
-        out: &mut [f32],
-        stride: usize,
-        prefetch: *const u8,
-    ) {
-        assert!(out.len() >= (H - 1) * stride + lanes && codes.len() * 8 <= MAX_FOLD * lanes * bits as usize);
-        // SAFETY: self proves the features; out holds H rows of `lanes`, and the codes have at most MAX_FOLD rows.
-        unsafe { panel(bits, codes, lanes, folded, out, stride, prefetch) }
     }
 
     #[inline(always)]

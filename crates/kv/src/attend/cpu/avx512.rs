@@ -8,10 +8,10 @@
 //! Tried and lost: one limb per multiplier (error 0.15 unless the codes are centred).
 //! NOT here: the loop (generic.rs), the bit format (quant/pack.rs).
 
-use super::generic::{Kernel, Lanes, MAX_FOLD, Scratch, Task, attend_range};
+use super::generic::{Kernel, Lanes, MAX_FOLD, Panels, Scratch, Task, Vectors, Sums, attend_range};
 use super::portable::{EXP2, MIN_EXP};
 use crate::attend::softmax::States;
-use crate::quant::pack::{LINE, PANEL_LANES, SLOT_LANES};
+use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES};
 use half::f16;
 use std::arch::x86_64::*;
 
@@ -35,17 +35,46 @@ impl Avx512Vnni {
 
 entry_point!(Avx512Vnni, "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni");
 
+/// Bits of the lower limb.
+pub(super) const LOW_BITS: u32 = 7;
 /// Largest magnitude of a multiplier: hi reaches 127, lo stays in -64..=63.
 const TOP: f32 = 16256.0;
 
 /// Multipliers of one fold: `value[h][i] = (128*limbs[0][h][i] + limbs[1][h][i]) * descale[h]`.
 #[repr(align(64))]
 pub(crate) struct Limbs<const H: usize> {
-    limbs: [[[i8; MAX_FOLD]; H]; 2],
+    pub(super) limbs: [[[i8; MAX_FOLD]; H]; 2],
     descale: [f32; H],
 }
 
 impl Kernel for Avx512Vnni {
+    type Vectors = Self;
+    const VECTORS: usize = 4;
+
+    #[inline(always)]
+    fn vectors(self) -> Self {
+        self
+    }
+
+    #[inline(always)]
+    fn panels<const H: usize>(
+        self,
+        panels: Panels<'_>,
+        _ready: &[u8],
+        folded: &Limbs<H>,
+        out: &mut [f32],
+        stride: usize,
+        _sums: &mut Sums,
+    ) {
+        panels.check::<H>(out, stride);
+        for (codes, first, lanes, prefetch) in panels.each() {
+            // SAFETY: self proves the features; out holds H rows of all lanes, and the codes have at most MAX_FOLD rows.
+            unsafe { panel_of(panels.bits, codes, lanes, folded, &mut out[first..], stride, prefetch) }
+        }
+    }
+}
+
+impl Vectors for Avx512Vnni {
     type Folded<const H: usize> = Limbs<H>;
 
     fn folded<const H: usize>(self) -> Limbs<H> {
@@ -78,33 +107,6 @@ impl Kernel for Avx512Vnni {
         assert!(x.len() >= (H - 1) * stride + top.len() && top.len().is_multiple_of(16));
         // SAFETY: self proves the features; lengths were just checked.
         unsafe { bound(x, stride, top) }
-    }
-
-    #[inline(always)]
-    fn panel<const H: usize>(
-        self,
-        bits: u32,
-        codes: &[u8],
-        lanes: usize,
-        folded: &Limbs<H>,
-        out: &mut [f32],
-        stride: usize,
-        prefetch: *const u8,
-    ) {
-        assert!(out.len() >= (H - 1) * stride + lanes && codes.len() * 8 <= MAX_FOLD * lanes * bits as usize);
-        // SAFETY: self proves the features; out holds H rows of `lanes`, and the codes have at most MAX_FOLD rows.
-        unsafe {
-            match (bits, lanes) {
-                (8, PANEL_LANES) => panel::<8, 2, H>(codes, folded, out, stride, prefetch),
-                (4, PANEL_LANES) => panel::<4, 2, H>(codes, folded, out, stride, prefetch),
-                (3, PANEL_LANES) => panel::<3, 2, H>(codes, folded, out, stride, prefetch),
-                (_, PANEL_LANES) => panel::<2, 2, H>(codes, folded, out, stride, prefetch),
-                (8, _) => panel::<8, 1, H>(codes, folded, out, stride, prefetch),
-                (4, _) => panel::<4, 1, H>(codes, folded, out, stride, prefetch),
-                (3, _) => panel::<3, 1, H>(codes, folded, out, stride, prefetch),
-                (_, _) => panel::<2, 1, H>(codes, folded, out, stride, prefetch),
-            }
-        }
     }
 
     #[inline(always)]
@@ -147,7 +149,7 @@ impl Kernel for Avx512Vnni {
             let mut channel = 0;
             while channel < head_dim {
                 channel += match head_dim - channel {
-                    64.. => f16_values::<H, 4>(p, stride, v, head_dim, channel, out, prefetch),
+                    64.. if H <= 4 => f16_values::<H, 4>(p, stride, v, head_dim, channel, out, prefetch),
                     32.. => f16_values::<H, 2>(p, stride, v, head_dim, channel, out, prefetch),
                     _ => f16_values::<H, 1>(p, stride, v, head_dim, channel, out, prefetch),
                 };
@@ -220,6 +222,11 @@ unsafe fn fold<const H: usize>(x: &[f32], stride: usize, scales: &[f16], bound: 
                 _mm512_storeu_si512(folded.limbs[1][h].as_mut_ptr().add(i).cast(), low);
             }
         }
+        if whole < n {
+            for row in folded.limbs.iter_mut().flatten() {
+                row[whole..][..64].fill(0);
+            }
+        }
         for i in (whole..n).step_by(16) {
             let scales = load_f16(scale(i));
             for h in 0..H {
@@ -262,7 +269,33 @@ unsafe fn bound<const H: usize>(x: &[f32], stride: usize, top: &[f32]) -> [f32; 
     bounds
 }
 
-/// One panel of `16*SETS` lanes. Slots go to the accumulator of their set; the field of set s is left at bit `BITS*s`.
+/// One panel of any kind.
+#[inline(always)]
+unsafe fn panel_of<const H: usize>(
+    bits: u32,
+    codes: &[u8],
+    lanes: usize,
+    folded: &Limbs<H>,
+    out: &mut [f32],
+    stride: usize,
+    prefetch: *const u8,
+) {
+    // SAFETY: the caller promises what panel asks.
+    unsafe {
+        match (bits, lanes) {
+            (8, PANEL_LANES) => panel::<8, 2, H>(codes, folded, out, stride, prefetch),
+            (4, PANEL_LANES) => panel::<4, 2, H>(codes, folded, out, stride, prefetch),
+            (3, PANEL_LANES) => panel::<3, 2, H>(codes, folded, out, stride, prefetch),
+            (_, PANEL_LANES) => panel::<2, 2, H>(codes, folded, out, stride, prefetch),
+            (8, _) => panel::<8, 1, H>(codes, folded, out, stride, prefetch),
+            (4, _) => panel::<4, 1, H>(codes, folded, out, stride, prefetch),
+            (3, _) => panel::<3, 1, H>(codes, folded, out, stride, prefetch),
+            (_, _) => panel::<2, 1, H>(codes, folded, out, stride, prefetch),
+        }
+    }
+}
+
+/// One panel of `16*SETS` lanes. Slots go to the accumulator of their set.
 #[inline(never)]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn panel<const BITS: u32, const SETS: usize, const H: usize>(
@@ -272,13 +305,52 @@ unsafe fn panel<const BITS: u32, const SETS: usize, const H: usize>(
     stride: usize,
     prefetch: *const u8,
 ) {
+    let mut acc = [[[_mm512_setzero_si512(); SETS]; H]; 2];
+    for_each_slot::<BITS, SETS>(codes, prefetch, |quad, set, codes| {
+        for limb in 0..2 {
+            for h in 0..H {
+                // SAFETY: quad is below rows/4, and rows are at most MAX_FOLD.
+                let x = unsafe { folded.limbs[limb][h].as_ptr().add(QUAD * quad).cast::<i32>().read_unaligned() };
+                acc[limb][h][set] = _mm512_dpbusd_epi32(acc[limb][h][set], codes, _mm512_set1_epi32(x));
+            }
+        }
+    });
+    for h in 0..H {
+        for set in 0..SETS {
+            let sum = _mm512_add_epi32(_mm512_slli_epi32::<LOW_BITS>(acc[0][h][set]), acc[1][h][set]);
+            let descale = descale::<BITS, H>(folded, h, set);
+            // SAFETY: the caller checked that out has H rows of 16*SETS.
+            unsafe {
+                let out = out.as_mut_ptr().add(h * stride + set * SLOT_LANES);
+                _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), descale, _mm512_loadu_ps(out)));
+            }
+        }
+    }
+}
+
+/// What sums of set `set` are multiplied with: their field was left at bit `BITS*set`.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+pub(super) fn descale<const BITS: u32, const H: usize>(folded: &Limbs<H>, h: usize, set: usize) -> __m512 {
+    let bit = if BITS < 8 { BITS * set as u32 } else { 0 };
+    _mm512_set1_ps(folded.descale[h] / (1u32 << bit) as f32)
+}
+
+/// Calls `each(quad, set, codes)` for every slot of a panel of `16*SETS` lanes, line by line; the field of set s is left at
+/// bit `BITS*s`. Asks for as much memory from `prefetch` on.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+pub(super) fn for_each_slot<const BITS: u32, const SETS: usize>(
+    codes: &[u8],
+    prefetch: *const u8,
+    mut each: impl FnMut(usize, usize, __m512i),
+) {
     let mask = [0, 1].map(|set: u32| {
         let set = if SETS == 2 && BITS < 8 { set } else { 0 };
         _mm512_set1_epi8((((1u32 << BITS) - 1) << (BITS * set)) as u8 as i8)
     });
-    let mut acc = [[[_mm512_setzero_si512(); SETS]; H]; 2];
     // `field` of `line` is slot `slot`; fields of one set stand at the same bit after the shift.
-    macro_rules! add_slot {
+    macro_rules! slot {
         ($line:expr, $field:expr, $slot:expr) => {{
             let (quad, set) = ($slot / SETS, $slot % SETS);
             let line = if $field / SETS == 0 {
@@ -286,14 +358,7 @@ unsafe fn panel<const BITS: u32, const SETS: usize, const H: usize>(
             } else {
                 _mm512_srl_epi16($line, _mm_cvtsi32_si128((BITS as usize * SETS * ($field / SETS)) as i32))
             };
-            let codes = if BITS == 8 { line } else { _mm512_and_si512(line, mask[set]) };
-            for limb in 0..2 {
-                for h in 0..H {
-                    // SAFETY: quad is below rows/4, and rows are at most MAX_FOLD.
-                    let x = unsafe { folded.limbs[limb][h].as_ptr().add(4 * quad).cast::<i32>().read_unaligned() };
-                    acc[limb][h][set] = _mm512_dpbusd_epi32(acc[limb][h][set], codes, _mm512_set1_epi32(x));
-                }
-            }
+            each(quad, set, if BITS == 8 { line } else { _mm512_and_si512(line, mask[set]) });
         }};
     }
     let lines = codes.len() / LINE;
@@ -308,30 +373,30 @@ unsafe fn panel<const BITS: u32, const SETS: usize, const H: usize>(
         8 if SETS == 2 => {
             for i in 0..lines / 2 {
                 let (a, b) = (line(2 * i), line(2 * i + 1));
-                add_slot!(a, 0, 2 * i);
-                add_slot!(b, 0, 2 * i + 1);
+                slot!(a, 0, 2 * i);
+                slot!(b, 0, 2 * i + 1);
             }
         }
         8 => {
             for i in 0..lines {
                 let a = line(i);
-                add_slot!(a, 0, i);
+                slot!(a, 0, i);
             }
         }
         4 => {
             for i in 0..lines {
                 let a = line(i);
-                add_slot!(a, 0, 2 * i);
-                add_slot!(a, 1, 2 * i + 1);
+                slot!(a, 0, 2 * i);
+                slot!(a, 1, 2 * i + 1);
             }
         }
         2 => {
             for i in 0..lines {
                 let a = line(i);
-                add_slot!(a, 0, 4 * i);
-                add_slot!(a, 1, 4 * i + 1);
-                add_slot!(a, 2, 4 * i + 2);
-                add_slot!(a, 3, 4 * i + 3);
+                slot!(a, 0, 4 * i);
+                slot!(a, 1, 4 * i + 1);
+                slot!(a, 2, 4 * i + 2);
+                slot!(a, 3, 4 * i + 3);
             }
         }
         _ => {
@@ -344,26 +409,14 @@ unsafe fn panel<const BITS: u32, const SETS: usize, const H: usize>(
                     _mm512_set1_epi8(0x0c),
                 );
                 let d = _mm512_ternarylogic_epi32::<0xD8>(d, _mm512_srli_epi16::<2>(c), _mm512_set1_epi8(0x30));
-                add_slot!(a, 0, 8 * i);
-                add_slot!(a, 1, 8 * i + 1);
-                add_slot!(b, 0, 8 * i + 2);
-                add_slot!(b, 1, 8 * i + 3);
-                add_slot!(c, 0, 8 * i + 4);
-                add_slot!(c, 1, 8 * i + 5);
-                add_slot!(d, 0, 8 * i + 6);
-                add_slot!(d, 1, 8 * i + 7);
-            }
-        }
-    }
-    for h in 0..H {
-        for set in 0..SETS {
-            let sum = _mm512_add_epi32(_mm512_slli_epi32::<7>(acc[0][h][set]), acc[1][h][set]);
-            let bit = if BITS < 8 { BITS * set as u32 } else { 0 };
-            let descale = _mm512_set1_ps(folded.descale[h] / (1u32 << bit) as f32);
-            // SAFETY: the caller checked that out has H rows of 16*SETS.
-            unsafe {
-                let out = out.as_mut_ptr().add(h * stride + set * SLOT_LANES);
-                _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), descale, _mm512_loadu_ps(out)));
+                slot!(a, 0, 8 * i);
+                slot!(a, 1, 8 * i + 1);
+                slot!(b, 0, 8 * i + 2);
+                slot!(b, 1, 8 * i + 3);
+                slot!(c, 0, 8 * i + 4);
+                slot!(c, 1, 8 * i + 5);
+                slot!(d, 0, 8 * i + 6);
+                slot!(d, 1, 8 * i + 7);
             }
         }
     }

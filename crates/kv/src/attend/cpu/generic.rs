@@ -8,15 +8,15 @@
 
 use crate::attend::softmax::States;
 use crate::cache::layout::{F16_BLOCK_LEN, RecordLayout};
-use crate::quant::pack::SLOT_LANES;
+use crate::quant::pack::{LINE, PANEL_LANES, SLOT_LANES, panel_bytes};
 use half::f16;
 use std::ops::Range;
 
 /// Keys of one range: fixed by position, so that a result depends on neither threads nor batch. A multiple of every
-/// group_len; the scores of 4 vectors then take 8 KiB, which stays in the first-level cache.
+/// group_len; the scores of 8 vectors then take 16 KiB, which stays in the first-level cache.
 pub(crate) const RANGE_LEN: usize = 512;
-/// Query vectors that share one pass over the codes: 4 vectors x 2 limbs x 2 sets of lanes fill half of 32 registers.
-pub(crate) const MAX_VECTORS: usize = 4;
+/// Most query vectors that share one pass over the codes, of all kernels.
+pub(crate) const MAX_VECTORS: usize = 8;
 /// Longest fold: channels of a head, or tokens of a group.
 pub(crate) const MAX_FOLD: usize = 256;
 
@@ -49,7 +49,7 @@ pub(crate) struct Task<'a> {
     pub sinks: usize,
     /// Positions before this one are not seen.
     pub first_visible: usize,
-    /// At most [`MAX_VECTORS`]; fewer only in experiments.
+    /// Most query vectors that share one pass over the codes; less than the kernel's own number only in experiments.
     pub vectors_per_unpack: usize,
     pub softcap: Option<f32>,
     /// Query vectors times sm_scale, `[vectors][head_dim]`.
@@ -74,14 +74,95 @@ impl Lanes {
     }
 }
 
-/// The vector operations of one instruction set. A value of an implementing type proves that the processor has it.
+/// One way to attend: the vector operations of an instruction set, and a way to multiply with codes. A value of an
+/// implementing type proves that the processor has what it needs.
+pub(crate) trait Kernel: Copy {
+    type Vectors: Vectors;
+    /// Query vectors that share one pass over the codes: as many as the accumulators have registers for.
+    const VECTORS: usize;
+    fn vectors(self) -> Self::Vectors;
+    /// Prepares the processor for [`Kernel::panels`] with H vectors.
+    #[inline(always)]
+    fn begin<const H: usize>(self) {}
+    /// Undoes what [`Kernel::begin`] did.
+    #[inline(always)]
+    fn end<const H: usize>(self) {}
+    /// Makes codes ready for [`Kernel::panels`], which other work should part from this: memory that was just written is
+    /// read late. While it runs it asks for the memory from `prefetch` on, as many bytes as there are codes.
+    #[inline(always)]
+    fn prepare<const H: usize>(self, _panels: Panels<'_>, _ready: &mut [u8]) {}
+    /// `out[h][lane] += sum over rows of folded[h][row] * code[row][lane]`, row `stride` of `out`; `ready` is what
+    /// [`Kernel::prepare`] wrote. Kernels that prepare nothing ask for memory here.
+    fn panels<const H: usize>(
+        self,
+        panels: Panels<'_>,
+        ready: &[u8],
+        folded: &<Self::Vectors as Vectors>::Folded<H>,
+        out: &mut [f32],
+        stride: usize,
+        sums: &mut Sums,
+    );
+}
+
+/// Panels that lie one after another and share multipliers.
+#[derive(Clone, Copy)]
+pub(crate) struct Panels<'a> {
+    pub bits: u32,
+    pub codes: &'a [u8],
+    /// Of all panels together, a multiple of 16: each has 32, the last maybe 16.
+    pub lanes: usize,
+    pub rows: usize,
+    pub prefetch: *const u8,
+}
+
+impl<'a> Panels<'a> {
+    /// Panics unless `out` has H rows of all lanes, and the codes at most MAX_FOLD rows: what kernels rely on.
+    #[inline(always)]
+    pub(crate) fn check<const H: usize>(&self, out: &[f32], stride: usize) {
+        assert!(out.len() >= (H - 1) * stride + self.lanes && self.lanes.is_multiple_of(SLOT_LANES));
+        assert!(self.rows <= MAX_FOLD && self.codes.len() == panel_bytes(self.bits, self.lanes, self.rows));
+    }
+
+    /// Panel by panel: its codes, first lane, lanes, and the memory to ask for.
+    #[inline(always)]
+    pub(crate) fn each(self) -> impl Iterator<Item = (&'a [u8], usize, usize, *const u8)> {
+        let bytes = panel_bytes(self.bits, PANEL_LANES, self.rows);
+        self.codes.chunks(bytes).enumerate().map(move |(i, codes)| {
+            let first = i * PANEL_LANES;
+            (codes, first, PANEL_LANES.min(self.lanes - first), self.prefetch.wrapping_add(i * bytes))
+        })
+    }
+}
+
+/// Integer sums of 64 lanes, two rows per vector.
+#[repr(align(64))]
+pub(crate) struct Sums(pub [i32; 2 * PANEL_LANES * 2 * MAX_VECTORS]);
+
+/// Codes of one half of a record, made ready.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Ready([u8; READY_BYTES]);
+
+/// Most tokens of a group times most channels.
+const READY_BYTES: usize = 128 * MAX_FOLD;
+
+impl Ready {
+    const EMPTY: Self = Self([0; READY_BYTES]);
+
+    /// Bytes of one prepared lane: its codes, in whole lines.
+    fn lane_bytes(rows: usize) -> usize {
+        rows.next_multiple_of(LINE)
+    }
+}
+
+/// The vector operations of one instruction set.
 ///
 /// Matrices are f32 with a row `stride`; row h belongs to query vector h of H.
-pub(crate) trait Kernel: Copy {
-    /// Multipliers made by [`Kernel::fold`].
+pub(crate) trait Vectors: Copy {
+    /// Multipliers made by [`Vectors::fold`].
     type Folded<const H: usize>;
     fn folded<const H: usize>(self) -> Self::Folded<H>;
-    /// Folds `x[h][i] * scales[i]` for the panels that follow. `scales.len()` is a multiple of 16, at most [`MAX_FOLD`].
+    /// Folds `x[h][i] * scales[i]` for the panels that follow; multipliers of rows behind them are 0 up to a multiple of 64. `scales.len()` is a multiple of 16, at most [`MAX_FOLD`].
     /// `bound[h]` is at least every magnitude in row h: what integer multipliers are scaled by.
     fn fold<const H: usize>(
         self,
@@ -97,19 +178,6 @@ pub(crate) trait Kernel: Copy {
     fn raise(self, top: &mut [f32], y: &[f16]);
     /// Largest of `|x[h][i]| * top[i]`; the length of `top` is a multiple of 16.
     fn bound<const H: usize>(self, x: &[f32], stride: usize, top: &[f32]) -> [f32; H];
-    /// `out[h][lane] += sum over rows of folded[h][row] * code[row][lane]`. `lanes` is 16 or 32. While it runs it asks
-    /// for the memory from `prefetch` on, as many bytes as `codes` has.
-    #[allow(clippy::too_many_arguments)]
-    fn panel<const H: usize>(
-        self,
-        bits: u32,
-        codes: &[u8],
-        lanes: usize,
-        folded: &Self::Folded<H>,
-        out: &mut [f32],
-        stride: usize,
-        prefetch: *const u8,
-    );
     /// `sum over i of x[h][i] * y[i]`, added lane by lane (i mod 16) to `sums`; the length of `y` is a multiple of 16.
     fn dot<const H: usize>(self, x: &[f32], stride: usize, y: &[f16], sums: &mut [Lanes; H]);
     /// `out[h][token] = sum over channels of q[h][channel] * k[channel][token]` for 32 tokens.
@@ -148,11 +216,19 @@ pub(crate) struct Scratch {
     scores: [[f32; RANGE_LEN]; MAX_VECTORS],
     /// `[vectors][MAX_FOLD]`
     out: [[f32; MAX_FOLD]; MAX_VECTORS],
+    /// Two half records: one is prepared while the other is used.
+    ready: [Ready; 2],
+    sums: Sums,
 }
 
 impl Scratch {
     pub(crate) fn new() -> Box<Self> {
-        Box::new(Self { scores: [[0.0; RANGE_LEN]; MAX_VECTORS], out: [[0.0; MAX_FOLD]; MAX_VECTORS] })
+        Box::new(Self {
+            scores: [[0.0; RANGE_LEN]; MAX_VECTORS],
+            out: [[0.0; MAX_FOLD]; MAX_VECTORS],
+            ready: [Ready::EMPTY; 2],
+            sums: Sums([0; 4 * PANEL_LANES * MAX_VECTORS]),
+        })
     }
 }
 
@@ -161,24 +237,24 @@ const MAX_STEPS: usize = RANGE_LEN / F16_BLOCK_LEN;
 /// Largest weight of each group of a range, per query vector.
 type Tops<const H: usize> = [[f32; MAX_STEPS]; H];
 
-/// Attends the range for all query vectors, [`MAX_VECTORS`] at a time, and merges each vector's partial state into
+/// Attends the range for all query vectors, [`Kernel::VECTORS`] at a time, and merges each vector's partial state into
 /// `states`. A vector's state does not depend on its neighbours.
 #[inline(always)]
 pub(crate) fn attend_range<K: Kernel>(kernel: K, task: &Task<'_>, scratch: &mut Scratch, states: &mut States) {
     let vectors = task.last_visible.len();
     let mut first = 0;
     while first < vectors {
-        let n = task.vectors_per_unpack.min(vectors - first);
-        match n {
+        first += match task.vectors_per_unpack.min(vectors - first) {
             1 => attend_vectors::<K, 1>(kernel, task, first, scratch, states),
             2 => attend_vectors::<K, 2>(kernel, task, first, scratch, states),
             3 => attend_vectors::<K, 3>(kernel, task, first, scratch, states),
+            8.. if K::VECTORS >= 8 => attend_vectors::<K, 8>(kernel, task, first, scratch, states),
             _ => attend_vectors::<K, 4>(kernel, task, first, scratch, states),
-        }
-        first += n;
+        };
     }
 }
 
+/// H vectors from `first` on; returns H.
 #[inline(always)]
 fn attend_vectors<K: Kernel, const H: usize>(
     kernel: K,
@@ -186,25 +262,28 @@ fn attend_vectors<K: Kernel, const H: usize>(
     first: usize,
     scratch: &mut Scratch,
     states: &mut States,
-) {
+) -> usize {
+    let vectors = kernel.vectors();
     let (d, base) = (task.head_dim, task.range.start);
     let q = &task.q[first * d..][..H * d];
     let last_visible = &task.last_visible[first..][..H];
     // Positions nobody of these vectors sees are not even read.
     let end = task.range.end.min(last_visible.iter().max().expect("H >= 1") + 1);
     if end <= base || end <= task.first_visible {
-        return;
+        return H;
     }
     let keys = Keys::new(task, end);
     let sinks = if base == 0 { task.sinks.min(end) } else { 0 };
     let sink_rows = (sinks > 0).then(|| task.source.sinks(task.head));
 
-    let mut folded = kernel.folded::<H>();
-    keys.scores(kernel, q, scratch.scores.as_flattened_mut(), &mut folded);
+    let mut folded = [vectors.folded::<H>(), vectors.folded::<H>()];
+    kernel.begin::<H>();
+    let Scratch { scores, ready, sums, .. } = scratch;
+    keys.scores(kernel, q, scores.as_flattened_mut(), &mut folded, ready, sums);
     for j in 0..sinks {
         let mut dots = [Lanes::ZERO; H];
         let k = sink_rows.expect("there are sinks").0;
-        kernel.dot(q, d, &k[j * d..][..d], &mut dots);
+        vectors.dot(q, d, &k[j * d..][..d], &mut dots);
         (0..H).for_each(|h| scratch.scores[h][j] = dots[h].total());
     }
 
@@ -226,31 +305,34 @@ fn attend_vectors<K: Kernel, const H: usize>(
         sink_scores[..sinks].copy_from_slice(&row[..sinks]);
         row[..sinks].fill(f32::NEG_INFINITY);
         for (top, group) in tops[h].iter_mut().zip(row.chunks(step)) {
-            *top = kernel.max(group);
+            *top = vectors.max(group);
         }
-        m[h] = kernel.max(&tops[h]).max(kernel.max(&sink_scores));
+        m[h] = vectors.max(&tops[h]).max(vectors.max(&sink_scores));
         if m[h] == f32::NEG_INFINITY {
             row.fill(0.0);
             continue;
         }
         let mut sum = Lanes::ZERO;
         if sinks > 0 {
-            kernel.exp(&mut sink_scores, m[h], &mut sum);
+            vectors.exp(&mut sink_scores, m[h], &mut sum);
             let v = sink_rows.expect("there are sinks").1;
             for (p, v) in sink_scores[..sinks].iter().zip(v.chunks_exact(d)) {
                 out.iter_mut().zip(v).for_each(|(o, v)| *o += p * v.to_f32());
             }
         }
-        kernel.exp(row, m[h], &mut sum);
+        vectors.exp(row, m[h], &mut sum);
         // The bounds' own sum is nobody's.
-        kernel.exp(&mut tops[h], m[h], &mut { Lanes::ZERO });
+        vectors.exp(&mut tops[h], m[h], &mut { Lanes::ZERO });
         l[h] = sum.total();
     }
 
-    keys.values(kernel, scratch.scores.as_flattened(), &tops, scratch.out.as_flattened_mut(), &mut folded);
+    let Scratch { scores, out, ready, sums } = scratch;
+    keys.values(kernel, scores.as_flattened(), &tops, out.as_flattened_mut(), &mut folded, ready, sums);
+    kernel.end::<H>();
     for h in 0..H {
         states.merge(first + h, m[h], l[h], &scratch.out[h][..d]);
     }
+    H
 }
 
 /// The keys of a range: packed positions, then f16 positions.
@@ -309,38 +391,53 @@ impl<'a> Keys<'a> {
 
     /// Scores of every key; `out`: `[H][RANGE_LEN]`.
     #[inline(always)]
-    fn scores<K: Kernel, const H: usize>(&self, kernel: K, q: &[f32], out: &mut [f32], folded: &mut K::Folded<H>) {
+    fn scores<K: Kernel, const H: usize>(
+        &self,
+        kernel: K,
+        q: &[f32],
+        out: &mut [f32],
+        folded: &mut [<K::Vectors as Vectors>::Folded<H>; 2],
+        ready: &mut [Ready; 2],
+        sums: &mut Sums,
+    ) {
         let d = self.task.head_dim;
+        let vectors = kernel.vectors();
         if let Some(layout) = self.task.records.filter(|_| self.groups > 0) {
-            let keys = layout.k_bytes();
             // One bound per range costs a look at every scale, but no look at the products of every group and vector.
             let mut top = [0.0; MAX_FOLD];
-            self.records().iter().for_each(|record| kernel.raise(&mut top[..d], layout.k_params(record).0));
-            let bound = kernel.bound::<H>(q, d, &top[..d]);
-            for (i, record) in self.records().iter().enumerate() {
+            self.records().iter().for_each(|record| vectors.raise(&mut top[..d], layout.k_params(record).0));
+            let bound = vectors.bound::<H>(q, d, &top[..d]);
+            let codes = |i: usize| {
                 // While these keys are read, the next ones are fetched, and after the last keys the first values.
                 let next = match self.records().get(i + 1) {
-                    Some(next) => &next[keys.clone()],
+                    Some(next) => &next[layout.k_bytes()],
                     None => &self.records[0][layout.v_bytes()],
                 };
-                let ahead = Ahead::of(kernel, next, keys.start);
+                let at = layout.k_codes();
+                let prefetch = Ahead::of(vectors, next, layout.k_bytes().start).at(at.start);
+                Panels { bits: layout.k_bits, codes: &self.records[i][at], lanes: layout.group_len, rows: d, prefetch }
+            };
+            let mut panels = codes(0);
+            kernel.prepare::<H>(panels, &mut ready[0].0);
+            for (i, record) in self.records().iter().enumerate() {
                 let (scales, zeros) = layout.k_params(record);
-                kernel.fold::<H>(q, d, scales, &bound, folded);
+                vectors.fold::<H>(q, d, scales, &bound, &mut folded[0]);
                 let mut zero = [Lanes::ZERO; H];
-                kernel.dot(q, d, zeros, &mut zero);
+                vectors.dot(q, d, zeros, &mut zero);
                 let at = i * layout.group_len;
                 (0..H).for_each(|h| out[h * RANGE_LEN + at..][..layout.group_len].fill(zero[h].total()));
-                for p in layout.k_panels() {
-                    let out = &mut out[at + p.first_lane..];
-                    let ahead = ahead.at(p.bytes.start);
-                    kernel.panel::<H>(layout.k_bits, &record[p.bytes], p.lanes, folded, out, RANGE_LEN, ahead);
+                let these = panels;
+                if i + 1 < self.groups {
+                    panels = codes(i + 1);
+                    kernel.prepare::<H>(panels, &mut ready[(i + 1) % 2].0);
                 }
+                kernel.panels::<H>(these, &ready[i % 2].0, &folded[0], &mut out[at..], RANGE_LEN, sums);
             }
         }
         let mut blocks = self.f16_blocks().peekable();
         while let Some((position, (k, _))) = blocks.next() {
             let next = blocks.peek().map_or(k.as_ptr(), |b| b.1.0.as_ptr()).cast();
-            kernel.f16_scores::<H>(q, d, k, &mut out[position - self.base()..], RANGE_LEN, next);
+            vectors.f16_scores::<H>(q, d, k, &mut out[position - self.base()..], RANGE_LEN, next);
         }
     }
 
@@ -352,32 +449,56 @@ impl<'a> Keys<'a> {
         p: &[f32],
         tops: &Tops<H>,
         out: &mut [f32],
-        folded: &mut K::Folded<H>,
+        folded: &mut [<K::Vectors as Vectors>::Folded<H>; 2],
+        ready: &mut [Ready; 2],
+        sums: &mut Sums,
     ) {
         let d = self.task.head_dim;
+        let vectors = kernel.vectors();
         if let Some(layout) = self.task.records.filter(|_| self.groups > 0) {
             // At most head_dim / 32 channel groups.
             let mut zero_sums = [[Lanes::ZERO; H]; MAX_FOLD / 32];
-            let values = layout.v_bytes();
-            for (i, record) in self.records().iter().enumerate() {
+            let lane_bytes = Ready::lane_bytes(layout.group_len);
+            let ahead = |i: usize| {
                 let next = match (self.records().get(i + 1), self.task.next_group) {
-                    (Some(next), _) => &next[values.clone()],
+                    (Some(next), _) => &next[layout.v_bytes()],
                     (None, Some(group)) => &self.task.source.record(self.task.head, group)[layout.k_bytes()],
-                    (None, None) => &record[values.clone()],
+                    (None, None) => &self.records[i][layout.v_bytes()],
                 };
-                let ahead = Ahead::of(kernel, next, values.start);
-                let p = &p[i * layout.group_len..];
-                let mut panels = layout.v_panels().peekable();
+                Ahead::of(vectors, next, layout.v_bytes().start)
+            };
+            let codes = |i: usize, group: usize, ahead: &Ahead| {
+                let (at, lanes) = (layout.v_codes(group), layout.v_channels(group).len());
+                let prefetch = ahead.at(at.start);
+                Panels { bits: layout.v_bits, codes: &self.records[i][at], lanes, rows: layout.group_len, prefetch }
+            };
+            let prepare = |i: usize, ahead: &Ahead, ready: &mut Ready| {
                 for group in 0..layout.v_groups() {
-                    let (scales, zeros) = layout.v_params(record, group);
-                    let top = kernel.largest(scales);
-                    kernel.fold::<H>(p, RANGE_LEN, scales, &tops.map(|tops| tops[i] * top), folded);
-                    kernel.dot(p, RANGE_LEN, zeros, &mut zero_sums[group]);
-                    let channels = layout.v_channels(group);
-                    while let Some(p) = panels.next_if(|p| channels.contains(&p.first_lane)) {
-                        let ahead = ahead.at(p.bytes.start);
-                        let out = &mut out[p.first_lane..];
-                        kernel.panel::<H>(layout.v_bits, &record[p.bytes], p.lanes, folded, out, MAX_FOLD, ahead);
+                    let at = layout.v_channels(group).start * lane_bytes;
+                    kernel.prepare::<H>(codes(i, group, ahead), &mut ready.0[at..]);
+                }
+            };
+            let mut next = ahead(0);
+            prepare(0, &next, &mut ready[0]);
+            for (i, record) in self.records().iter().enumerate() {
+                let p = &p[i * layout.group_len..];
+                let these = next;
+                for pair in (0..layout.v_groups()).step_by(2) {
+                    let pair = pair..(pair + 2).min(layout.v_groups());
+                    for (group, folded) in pair.clone().zip(folded.iter_mut()) {
+                        let (scales, zeros) = layout.v_params(record, group);
+                        let top = vectors.largest(scales);
+                        vectors.fold::<H>(p, RANGE_LEN, scales, &tops.map(|tops| tops[i] * top), folded);
+                        vectors.dot(p, RANGE_LEN, zeros, &mut zero_sums[group]);
+                    }
+                    if pair.start == 0 && i + 1 < self.groups {
+                        next = ahead(i + 1);
+                        prepare(i + 1, &next, &mut ready[(i + 1) % 2]);
+                    }
+                    for (group, folded) in pair.zip(folded.iter()) {
+                        let first = layout.v_channels(group).start;
+                        let ready = &ready[i % 2].0[first * lane_bytes..];
+                        kernel.panels::<H>(codes(i, group, &these), ready, folded, &mut out[first..], MAX_FOLD, sums);
                     }
                 }
             }
@@ -394,12 +515,13 @@ impl<'a> Keys<'a> {
             let next = blocks.peek().map_or(v.as_ptr(), |b| b.1.1.as_ptr()).cast();
             // Tokens past the end have weight 0, but nobody promises that their bytes are numbers worth reading.
             let tokens = F16_BLOCK_LEN.min(self.f16.end - position);
-            kernel.f16_values::<H>(&p[position - self.base()..], RANGE_LEN, &v[..tokens * d], d, out, next);
+            vectors.f16_values::<H>(&p[position - self.base()..], RANGE_LEN, &v[..tokens * d], d, out, next);
         }
     }
 }
 
 /// Memory to be fetched while panels are read: as far into it as the panel is into its own half of the record.
+#[derive(Clone, Copy)]
 struct Ahead {
     from: *const u8,
     half_start: usize,
@@ -409,8 +531,8 @@ struct Ahead {
 const HEADER_BYTES: usize = 512;
 
 impl Ahead {
-    fn of<K: Kernel>(kernel: K, next: &[u8], half_start: usize) -> Self {
-        kernel.prefetch(next.as_ptr(), HEADER_BYTES.min(next.len()));
+    fn of<V: Vectors>(vectors: V, next: &[u8], half_start: usize) -> Self {
+        vectors.prefetch(next.as_ptr(), HEADER_BYTES.min(next.len()));
         Self { from: next.as_ptr(), half_start }
     }
 

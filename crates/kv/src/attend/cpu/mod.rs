@@ -21,6 +21,8 @@ macro_rules! entry_point {
 }
 
 #[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -30,7 +32,7 @@ pub(crate) mod generic;
 mod portable;
 
 use super::softmax::States;
-use generic::{Scratch, Task, attend_range};
+use generic::{Kernel, Scratch, Task, attend_range};
 
 /// One way to attend a range of keys.
 pub(crate) struct Variant {
@@ -39,6 +41,8 @@ pub(crate) struct Variant {
     pub available: fn() -> Result<(), String>,
     /// Attends one range for the task's query vectors and merges the results into their states. Panics when not available.
     pub run: fn(&Task<'_>, &mut Scratch, &mut States),
+    /// Query vectors that share one pass over the codes.
+    pub vectors: usize,
     /// Largest relative L2 error over packed records, against the f64 reference.
     pub packed_tolerance: f64,
     /// The same over f16 rows.
@@ -49,9 +53,19 @@ pub(crate) struct Variant {
 pub(crate) const VARIANTS: &[Variant] = &[
     #[cfg(target_arch = "x86_64")]
     Variant {
+        name: "avx512-amx",
+        available: || available(amx::Amx::new(), amx::NEEDS),
+        run: |task, scratch, states| proof(amx::Amx::new()).attend_range(task, scratch, states),
+        vectors: amx::Amx::VECTORS,
+        packed_tolerance: 3e-3,
+        f16_tolerance: 1e-4,
+    },
+    #[cfg(target_arch = "x86_64")]
+    Variant {
         name: "avx512-vnni",
         available: || available(avx512::Avx512Vnni::new(), avx512::NEEDS),
         run: |task, scratch, states| proof(avx512::Avx512Vnni::new()).attend_range(task, scratch, states),
+        vectors: avx512::Avx512Vnni::VECTORS,
         packed_tolerance: 3e-3,
         f16_tolerance: 1e-4,
     },
@@ -60,6 +74,7 @@ pub(crate) const VARIANTS: &[Variant] = &[
         name: "avx-vnni",
         available: || available(avxvnni::AvxVnni::new(), avxvnni::NEEDS),
         run: |task, scratch, states| proof(avxvnni::AvxVnni::new()).attend_range(task, scratch, states),
+        vectors: avxvnni::AvxVnni::VECTORS,
         packed_tolerance: 3e-3,
         f16_tolerance: 1e-4,
     },
@@ -68,6 +83,7 @@ pub(crate) const VARIANTS: &[Variant] = &[
         name: "avx2",
         available: || available(avx2::Avx2::new(), avx2::NEEDS),
         run: |task, scratch, states| proof(avx2::Avx2::new()).attend_range(task, scratch, states),
+        vectors: avx2::Avx2::VECTORS,
         packed_tolerance: 3e-3,
         f16_tolerance: 1e-4,
     },
@@ -75,6 +91,7 @@ pub(crate) const VARIANTS: &[Variant] = &[
         name: "portable",
         available: || Ok(()),
         run: |task, scratch, states| attend_range(portable::Portable, task, scratch, states),
+        vectors: portable::Portable::VECTORS,
         packed_tolerance: 1e-4,
         f16_tolerance: 1e-4,
     },

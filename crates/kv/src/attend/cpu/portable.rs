@@ -2,7 +2,7 @@
 //! Accuracy: f32 sums in a fixed order; relative error about 1e-6 over records, limited by f32.
 //! NOT here: instruction sets; the loop (generic.rs).
 
-use super::generic::{Kernel, Lanes, MAX_FOLD};
+use super::generic::{Kernel, Lanes, MAX_FOLD, Panels, Vectors, Sums};
 use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES};
 use half::f16;
 use half::slice::HalfFloatSliceExt;
@@ -12,6 +12,29 @@ use half::slice::HalfFloatSliceExt;
 pub(crate) struct Portable;
 
 impl Kernel for Portable {
+    type Vectors = Self;
+    const VECTORS: usize = 4;
+
+    fn vectors(self) -> Self {
+        self
+    }
+
+    fn panels<const H: usize>(
+        self,
+        panels: Panels<'_>,
+        _ready: &[u8],
+        folded: &[[f32; MAX_FOLD]; H],
+        out: &mut [f32],
+        stride: usize,
+        _sums: &mut Sums,
+    ) {
+        for (codes, first, lanes, _) in panels.each() {
+            panel(panels.bits, codes, lanes, folded, &mut out[first..], stride);
+        }
+    }
+}
+
+impl Vectors for Portable {
     type Folded<const H: usize> = [[f32; MAX_FOLD]; H];
 
     fn folded<const H: usize>(self) -> Self::Folded<H> {
@@ -44,34 +67,6 @@ impl Kernel for Portable {
 
     fn bound<const H: usize>(self, _x: &[f32], _stride: usize, _top: &[f32]) -> [f32; H] {
         [0.0; H]
-    }
-
-    fn panel<const H: usize>(
-        self,
-        bits: u32,
-        codes: &[u8],
-        lanes: usize,
-        folded: &Self::Folded<H>,
-        out: &mut [f32],
-        stride: usize,
-        _prefetch: *const u8,
-    ) {
-        let sets = lanes / SLOT_LANES;
-        let mut acc = [[[0.0f32; SLOT_LANES]; PANEL_LANES / SLOT_LANES]; H];
-        for_each_slot(bits, codes, |slot, words| {
-            let (quad, set) = (slot / sets, slot % sets);
-            for j in 0..QUAD {
-                let code: [f32; SLOT_LANES] = std::array::from_fn(|t| (words[t] >> (8 * j) & 0xff) as i32 as f32);
-                for (acc, folded) in acc.iter_mut().zip(folded) {
-                    let x = folded[quad * QUAD + j];
-                    (0..SLOT_LANES).for_each(|t| acc[set][t] += x * code[t]);
-                }
-            }
-        });
-        for (h, acc) in acc.iter().enumerate() {
-            let out = &mut out[h * stride..][..lanes];
-            out.iter_mut().zip(acc.as_flattened()).for_each(|(out, a)| *out += a);
-        }
     }
 
     fn dot<const H: usize>(self, x: &[f32], stride: usize, y: &[f16], sums: &mut [Lanes; H]) {
@@ -143,6 +138,33 @@ impl Kernel for Portable {
                 sum.0[t] += s[t];
             }
         }
+    }
+}
+
+/// `out[h][lane] += sum over rows of folded[h][row] * code[row][lane]` for one panel.
+fn panel<const H: usize>(
+    bits: u32,
+    codes: &[u8],
+    lanes: usize,
+    folded: &[[f32; MAX_FOLD]; H],
+    out: &mut [f32],
+    stride: usize,
+) {
+    let sets = lanes / SLOT_LANES;
+    let mut acc = [[[0.0f32; SLOT_LANES]; PANEL_LANES / SLOT_LANES]; H];
+    for_each_slot(bits, codes, |slot, words| {
+        let (quad, set) = (slot / sets, slot % sets);
+        for j in 0..QUAD {
+            let code: [f32; SLOT_LANES] = std::array::from_fn(|t| (words[t] >> (8 * j) & 0xff) as i32 as f32);
+            for (acc, folded) in acc.iter_mut().zip(folded) {
+                let x = folded[quad * QUAD + j];
+                (0..SLOT_LANES).for_each(|t| acc[set][t] += x * code[t]);
+            }
+        }
+    });
+    for (h, acc) in acc.iter().enumerate() {
+        let out = &mut out[h * stride..][..lanes];
+        out.iter_mut().zip(acc.as_flattened()).for_each(|(out, a)| *out += a);
     }
 }
 
