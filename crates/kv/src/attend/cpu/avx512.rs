@@ -8,7 +8,7 @@
 //! Tried and lost: one limb per multiplier (error 0.15 unless the codes are centred).
 //! NOT here: the loop (generic.rs), the bit format (quant/pack.rs).
 
-use super::generic::{Kernel, Lanes, MAX_FOLD, Panels, Scratch, Task, Vectors, Sums, attend_range};
+use super::generic::{Kernel, Lanes, MAX_FOLD, Panels, Scratch, Sums, Task, Vectors, attend_range};
 use super::portable::{EXP2, MIN_EXP};
 use crate::attend::softmax::States;
 use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES};

@@ -216,6 +216,11 @@ pub(crate) struct Scratch {
     scores: [[f32; RANGE_LEN]; MAX_VECTORS],
     /// `[vectors][MAX_FOLD]`
     out: [[f32; MAX_FOLD]; MAX_VECTORS],
+    work: Work,
+}
+
+/// What [`Kernel::prepare`] and [`Kernel::panels`] write.
+struct Work {
     /// Two half records: one is prepared while the other is used.
     ready: [Ready; 2],
     sums: Sums,
@@ -226,8 +231,7 @@ impl Scratch {
         Box::new(Self {
             scores: [[0.0; RANGE_LEN]; MAX_VECTORS],
             out: [[0.0; MAX_FOLD]; MAX_VECTORS],
-            ready: [Ready::EMPTY; 2],
-            sums: Sums([0; 4 * PANEL_LANES * MAX_VECTORS]),
+            work: Work { ready: [Ready::EMPTY; 2], sums: Sums([0; 4 * PANEL_LANES * MAX_VECTORS]) },
         })
     }
 }
@@ -278,8 +282,7 @@ fn attend_vectors<K: Kernel, const H: usize>(
 
     let mut folded = [vectors.folded::<H>(), vectors.folded::<H>()];
     kernel.begin::<H>();
-    let Scratch { scores, ready, sums, .. } = scratch;
-    keys.scores(kernel, q, scores.as_flattened_mut(), &mut folded, ready, sums);
+    keys.scores(kernel, q, scratch.scores.as_flattened_mut(), &mut folded, &mut scratch.work);
     for j in 0..sinks {
         let mut dots = [Lanes::ZERO; H];
         let k = sink_rows.expect("there are sinks").0;
@@ -326,8 +329,8 @@ fn attend_vectors<K: Kernel, const H: usize>(
         l[h] = sum.total();
     }
 
-    let Scratch { scores, out, ready, sums } = scratch;
-    keys.values(kernel, scores.as_flattened(), &tops, out.as_flattened_mut(), &mut folded, ready, sums);
+    let (p, out) = (scratch.scores.as_flattened(), scratch.out.as_flattened_mut());
+    keys.values(kernel, p, &tops, out, &mut folded, &mut scratch.work);
     kernel.end::<H>();
     for h in 0..H {
         states.merge(first + h, m[h], l[h], &scratch.out[h][..d]);
@@ -397,9 +400,9 @@ impl<'a> Keys<'a> {
         q: &[f32],
         out: &mut [f32],
         folded: &mut [<K::Vectors as Vectors>::Folded<H>; 2],
-        ready: &mut [Ready; 2],
-        sums: &mut Sums,
+        work: &mut Work,
     ) {
+        let Work { ready, sums } = work;
         let d = self.task.head_dim;
         let vectors = kernel.vectors();
         if let Some(layout) = self.task.records.filter(|_| self.groups > 0) {
@@ -450,9 +453,9 @@ impl<'a> Keys<'a> {
         tops: &Tops<H>,
         out: &mut [f32],
         folded: &mut [<K::Vectors as Vectors>::Folded<H>; 2],
-        ready: &mut [Ready; 2],
-        sums: &mut Sums,
+        work: &mut Work,
     ) {
+        let Work { ready, sums } = work;
         let d = self.task.head_dim;
         let vectors = kernel.vectors();
         if let Some(layout) = self.task.records.filter(|_| self.groups > 0) {
