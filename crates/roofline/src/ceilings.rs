@@ -32,6 +32,8 @@ pub struct Ceilings {
     pub fma: Peak,
     /// 8-bit dot products.
     pub int8_dot: Peak,
+    /// Products of 8-bit matrices in tiles, where the processor has them.
+    pub int8_tiles: Option<Peak>,
     /// f32 matrix product.
     pub matmul: Peak,
 }
@@ -67,8 +69,15 @@ impl Ceilings {
             copy,
             fma: peaks::fma(threads, effort.rounds)?,
             int8_dot: peaks::int8_dot(threads, effort.rounds)?,
+            int8_tiles: peaks::int8_tiles(threads, effort.rounds)?,
             matmul: peaks::matmul(threads, effort.rounds, effort.quick)?,
         })
+    }
+
+    /// Every peak with its name, the fastest kind first.
+    pub fn peaks(&self) -> impl Iterator<Item = (&'static str, &Peak)> {
+        let tiles = self.int8_tiles.iter().map(|peak| ("int8 matrix tiles", peak));
+        tiles.chain([("int8 dot", &self.int8_dot), ("f32 FMA", &self.fma), ("f32 matrix product", &self.matmul)])
     }
 
     /// Fastest copying at a working set of `bytes` or the next larger one measured: what moves more than it reads.
@@ -140,7 +149,7 @@ mod tests {
         let c = Ceilings::measure(2, effort).unwrap();
         assert_eq!(c.read.iter().map(|b| b.bytes).collect::<Vec<_>>(), [256 << 10, 1 << 20]);
         assert_eq!(c.copy.len(), 2);
-        let rates = c.read.iter().chain(&c.copy).map(|b| b.gbps).chain([c.fma.gops, c.int8_dot.gops, c.matmul.gops]);
+        let rates = c.read.iter().chain(&c.copy).map(|b| b.gbps).chain(c.peaks().map(|(_, peak)| peak.gops));
         assert!(rates.into_iter().all(|r| r.is_finite() && r > 0.0), "{c:?}");
         assert!(Ceilings::measure(0, effort).is_err());
     }

@@ -130,12 +130,7 @@ fn ceilings(r: &Report) -> String {
         ("one thread", Align::Right),
         ("reached by", Align::Left),
     ]);
-    let one = &r.one_thread;
-    for (name, all, one) in [
-        ("int8 dot", &all.int8_dot, &one.int8_dot),
-        ("f32 FMA", &all.fma, &one.fma),
-        ("f32 matrix product", &all.matmul, &one.matmul),
-    ] {
+    for ((name, all), (_, one)) in r.ceilings.peaks().zip(r.one_thread.peaks()) {
         let caution = if all.lower_bound { " (portable code: a lower bound, not the machine's peak)" } else { "" };
         table.row([
             name.to_string(),

@@ -1,8 +1,10 @@
-//! Peaks of arithmetic: f32 multiply-add, 8-bit dot products, f32 matrix product. In: threads; out: operations per second
+//! Peaks of arithmetic: f32 multiply-add, 8-bit dot products, 8-bit matrix tiles, f32 matrix product. In: threads; out: operations per second
 //! that this machine reached just now, and which code reached them. One multiplication and one addition are two operations.
 //! One file per instruction set; the two tables below are all a new one has to join.
 //! NOT here: memory (memory.rs), and what kernels reach of this (verdict.rs).
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -77,6 +79,17 @@ const INT8_DOT: &[Variant] = &[
     Variant { name: PORTABLE, available: || true, ops: portable::OPS, run: portable::int8_dot },
 ];
 
+/// Products of 8-bit matrices held in tiles, where a processor has them.
+const INT8_TILES: &[Variant] = &[
+    #[cfg(target_arch = "x86_64")]
+    Variant {
+        name: "amx-int8",
+        available: || amx::Amx::new().is_some(),
+        ops: amx::TILE_OPS,
+        run: |n| amx::Amx::new().expect("checked by available").multiply(n),
+    },
+];
+
 /// Best rate of some arithmetic.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Peak {
@@ -96,7 +109,7 @@ const RUN: Duration = Duration::from_millis(2);
 /// # Errors
 /// [`CeilingError`] when the threads do not start.
 pub fn fma(threads: usize, rounds: usize) -> Result<Peak, CeilingError> {
-    best(FMA, threads, rounds)
+    Ok(best(FMA, threads, rounds)?.expect("the portable variant runs everywhere"))
 }
 
 /// Peak of 8-bit dot products over `rounds` rounds.
@@ -104,11 +117,20 @@ pub fn fma(threads: usize, rounds: usize) -> Result<Peak, CeilingError> {
 /// # Errors
 /// As [`fma`].
 pub fn int8_dot(threads: usize, rounds: usize) -> Result<Peak, CeilingError> {
-    best(INT8_DOT, threads, rounds)
+    Ok(best(INT8_DOT, threads, rounds)?.expect("the portable variant runs everywhere"))
 }
 
-/// Runs every variant that this processor has, in turns, and keeps the fastest: the widest need not be it.
-fn best(variants: &[Variant], threads: usize, rounds: usize) -> Result<Peak, CeilingError> {
+/// Peak of products of 8-bit matrices in tiles over `rounds` rounds; None where there are no tiles.
+///
+/// # Errors
+/// As [`fma`].
+pub fn int8_tiles(threads: usize, rounds: usize) -> Result<Option<Peak>, CeilingError> {
+    best(INT8_TILES, threads, rounds)
+}
+
+/// Runs every variant that this processor has, in turns, and keeps the fastest: the widest need not be it. None when it has
+/// none of them.
+fn best(variants: &[Variant], threads: usize, rounds: usize) -> Result<Option<Peak>, CeilingError> {
     let pool = memory::pool(threads)?;
     let here: Vec<_> = variants.iter().filter(|v| (v.available)()).collect();
     let iterations: Vec<_> = here.iter().map(|v| iterations(v)).collect();
@@ -128,8 +150,8 @@ fn best(variants: &[Variant], threads: usize, rounds: usize) -> Result<Peak, Cei
         let ops = v.ops as f64 * n as f64 * threads as f64;
         (ops / t.min_ns as f64, v.name)
     });
-    let (gops, name) = rates.max_by(|a, b| a.0.total_cmp(&b.0)).expect("the portable variant runs everywhere");
-    Ok(Peak { gops, by: name.to_string(), lower_bound: name == PORTABLE })
+    let fastest = rates.max_by(|a, b| a.0.total_cmp(&b.0));
+    Ok(fastest.map(|(gops, name)| Peak { gops, by: name.to_string(), lower_bound: name == PORTABLE }))
 }
 
 /// Iterations of one thread that take about [`RUN`].
@@ -152,7 +174,7 @@ mod tests {
 
     #[test]
     fn every_variant_that_runs_here_is_faster_than_nothing_and_says_its_name() {
-        for variants in [FMA, INT8_DOT] {
+        for variants in [FMA, INT8_DOT, INT8_TILES] {
             for v in variants {
                 match (v.available)() {
                     true => assert!((v.run)(3).is_finite(), "{}", v.name),
@@ -170,7 +192,7 @@ mod tests {
     /// The counted operations are those that are done: a variant that left work out would compute something else.
     #[test]
     fn iterations_are_really_done() {
-        for v in FMA.iter().chain(INT8_DOT).filter(|v| (v.available)()) {
+        for v in FMA.iter().chain(INT8_DOT).chain(INT8_TILES).filter(|v| (v.available)()) {
             assert_ne!((v.run)(1), (v.run)(2), "{}", v.name);
             assert_eq!((v.run)(5), (v.run)(5), "{}", v.name);
         }

@@ -174,11 +174,7 @@ fn ceilings(page: &mut String, r: &Report) {
     page.push_str(&plot::bandwidths(r));
     page.push_str("<div class=\"scroll\"><table>\n<thead><tr><th class=\"l\">peak</th><th>Gop/s</th><th>one thread</th><th class=\"l\">reached by</th></tr></thead>\n<tbody>\n");
     let (all, one) = (&r.ceilings, &r.one_thread);
-    for (name, all, one) in [
-        ("int8 dot products", &all.int8_dot, &one.int8_dot),
-        ("f32 multiply-add", &all.fma, &one.fma),
-        ("f32 matrix product", &all.matmul, &one.matmul),
-    ] {
+    for ((name, all), (_, one)) in all.peaks().zip(one.peaks()) {
         let caution = if all.lower_bound { " (portable code: a lower bound, not this machine's peak)" } else { "" };
         let _ = writeln!(
             page,
@@ -233,7 +229,7 @@ fn sweep(page: &mut String, caption: &str, column: &str, points: &[SweepPoint], 
 fn method(page: &mut String) {
     let _ = writeln!(
         page,
-        "<h2 id=\"method\">How rows are judged</h2>\n<p>Bytes and operations follow from shape and scheme alone: each input read once, each output written once, whatever a kernel does beyond that. Kernels run in turns with their ceiling; the shortest round of each is compared.</p>\n<dl>\n<dt>{}</dt><dd>at least {BOUND_PCT:.0} % of the bandwidth of its working set</dd>\n<dt>{}</dt><dd>at least {BOUND_PCT:.0} % of the peak of its arithmetic (int8 dot for integer kernels over packed codes, else f32 FMA)</dd>\n<dt>{}</dt><dd>neither, and within {FLOOR_TIMES:.0} times the smallest call of its kind</dd>\n<dt>{}</dt><dd>none of these, and {OCCUPANCY_GAIN} times as fast with more independent work at the same bytes</dd>\n<dt>{}</dt><dd>none of these; what reruns showed is in its line</dd>\n</dl>",
+        "<h2 id=\"method\">How rows are judged</h2>\n<p>Bytes and operations follow from shape and scheme alone: each input read once, each output written once, whatever a kernel does beyond that. Kernels run in turns with their ceiling; the shortest round of each is compared.</p>\n<dl>\n<dt>{}</dt><dd>at least {BOUND_PCT:.0} % of the bandwidth of its working set</dd>\n<dt>{}</dt><dd>at least {BOUND_PCT:.0} % of the peak of its arithmetic (over packed codes int8 matrix tiles where the kernel uses them, else int8 dot for integer kernels; f32 FMA for all else)</dd>\n<dt>{}</dt><dd>neither, and within {FLOOR_TIMES:.0} times the smallest call of its kind</dd>\n<dt>{}</dt><dd>none of these, and {OCCUPANCY_GAIN} times as fast with more independent work at the same bytes</dd>\n<dt>{}</dt><dd>none of these; what reruns showed is in its line</dd>\n</dl>",
         badge(Bound::Memory),
         badge(Bound::Compute),
         badge(Bound::Dispatch),

@@ -34,11 +34,7 @@ pub fn markdown(report: &Report) -> String {
     }
     let _ = writeln!(text, "\n| peak | Gop/s, {threads} | one thread | reached by |\n|---|---:|---:|---|");
     let (all, one) = (&r.ceilings, &r.one_thread);
-    for (name, all, one) in [
-        ("int8 dot", &all.int8_dot, &one.int8_dot),
-        ("f32 FMA", &all.fma, &one.fma),
-        ("f32 matrix product", &all.matmul, &one.matmul),
-    ] {
+    for ((name, all), (_, one)) in all.peaks().zip(one.peaks()) {
         let caution = if all.lower_bound { " (a lower bound)" } else { "" };
         let _ = writeln!(text, "| {name} | {:.0} | {:.0} | {}{caution} |", all.gops, one.gops, all.by);
     }

@@ -61,6 +61,8 @@ pub enum Arithmetic {
     Fma,
     /// 8-bit dot products.
     Int8Dot,
+    /// Products of 8-bit matrices in tiles.
+    Int8Tiles,
 }
 
 impl fmt::Display for Arithmetic {
@@ -68,6 +70,7 @@ impl fmt::Display for Arithmetic {
         f.pad(match self {
             Self::Fma => "f32 FMA",
             Self::Int8Dot => "int8 dot",
+            Self::Int8Tiles => "int8 tiles",
         })
     }
 }
@@ -353,6 +356,7 @@ pub(crate) mod tests {
             copy: curve(120.0).collect(),
             fma: peak(300.0),
             int8_dot: peak(1200.0),
+            int8_tiles: Some(peak(9000.0)),
             matmul: peak(240.0),
         };
         let sizes = [

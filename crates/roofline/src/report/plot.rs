@@ -87,6 +87,9 @@ fn roofs(report: &Report, op: Op) -> Vec<Roof> {
     if op != Op::Append {
         level("int8 dot", ceilings.int8_dot.gops, "");
     }
+    if let Some(tiles) = ceilings.int8_tiles.as_ref().filter(|_| op == Op::Prefill) {
+        level("int8 matrix tiles", tiles.gops, "");
+    }
     if op == Op::Prefill {
         level("f32 matrix product", ceilings.matmul.gops, "6 4");
     }

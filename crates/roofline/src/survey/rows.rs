@@ -281,12 +281,16 @@ impl Measured {
         let arithmetic = match self.op {
             // The quantizer's formula is f32, whatever its kernel is called.
             Op::Append => Arithmetic::Fma,
-            Op::Attend | Op::Prefill => arithmetic(&self.kernel, self.scheme),
+            Op::Attend | Op::Prefill => {
+                let vectors = self.size.new_rows * c.settings.shape.gqa_ratio();
+                arithmetic(&self.kernel, self.scheme, vectors)
+            }
         };
         let ceilings = if self.threads == 1 { &c.one_thread } else { &c.ceilings };
         let peak_gops = match arithmetic {
             Arithmetic::Fma => ceilings.fma.gops,
             Arithmetic::Int8Dot => ceilings.int8_dot.gops,
+            Arithmetic::Int8Tiles => ceilings.int8_tiles.as_ref().unwrap_or(&ceilings.int8_dot).gops,
         };
         Row {
             op: self.op,
@@ -319,10 +323,18 @@ impl Measured {
     }
 }
 
-/// The peak that fits a kernel: over packed codes every kernel of an instruction set multiplies integers (of 8 bits, or of 16
-/// in AVX2, which has no faster peak than this one), all else is f32.
-fn arithmetic(kernel: &str, scheme: Scheme) -> Arithmetic {
-    if scheme != Scheme::F16 && kernel != "portable" { Arithmetic::Int8Dot } else { Arithmetic::Fma }
+/// Query vectors of one kv head from which on `avx512-amx` multiplies with tiles.
+const TILE_VECTORS: usize = 8;
+
+/// The peak that fits a kernel, `vectors` query vectors on a kv head: over packed codes every kernel of an instruction set
+/// multiplies integers (of 8 bits, or of 16 in AVX2, which has no faster peak than this one), all else is f32.
+fn arithmetic(kernel: &str, scheme: Scheme, vectors: usize) -> Arithmetic {
+    match kernel {
+        _ if scheme == Scheme::F16 => Arithmetic::Fma,
+        "portable" => Arithmetic::Fma,
+        "avx512-amx" if vectors >= TILE_VECTORS => Arithmetic::Int8Tiles,
+        _ => Arithmetic::Int8Dot,
+    }
 }
 
 fn shares(row: &Row) -> Shares {
@@ -336,11 +348,14 @@ mod tests {
     #[test]
     fn kernels_are_compared_with_the_peak_of_their_arithmetic() {
         let k4 = "k4v4g64".parse().unwrap();
-        assert_eq!(arithmetic("avx512-vnni", k4), Arithmetic::Int8Dot);
-        assert_eq!(arithmetic("avx512-vnni", Scheme::F16), Arithmetic::Fma);
-        assert_eq!(arithmetic("avx2", k4), Arithmetic::Int8Dot);
-        assert_eq!(arithmetic("avx2", Scheme::F16), Arithmetic::Fma);
-        assert_eq!(arithmetic("portable", k4), Arithmetic::Fma);
+        assert_eq!(arithmetic("avx512-amx", k4, 8), Arithmetic::Int8Tiles);
+        assert_eq!(arithmetic("avx512-amx", k4, 4), Arithmetic::Int8Dot);
+        assert_eq!(arithmetic("avx512-amx", Scheme::F16, 8), Arithmetic::Fma);
+        assert_eq!(arithmetic("avx512-vnni", k4, 8), Arithmetic::Int8Dot);
+        assert_eq!(arithmetic("avx512-vnni", Scheme::F16, 4), Arithmetic::Fma);
+        assert_eq!(arithmetic("avx2", k4, 4), Arithmetic::Int8Dot);
+        assert_eq!(arithmetic("avx2", Scheme::F16, 4), Arithmetic::Fma);
+        assert_eq!(arithmetic("portable", k4, 8), Arithmetic::Fma);
     }
 
     #[test]
