@@ -89,6 +89,8 @@ struct Unit {
     ranges: Range<usize>,
     /// Begins at the first range that its tile sees of a block.
     leads: bool,
+    /// All ranges that its tile sees.
+    whole: bool,
 }
 
 /// Attends every problem. Shapes: `q`, `out`: `[rows of all problems][q_heads][head_dim]`, all of one shape.
@@ -149,7 +151,9 @@ fn units(problems: &[Problem<'_>], tiles: &[Tile], threads: usize, split: Split)
         for head in 0..p.shape.kv_heads {
             let runs = ranges.clone().step_by(run).map(|r| r..(r + run).min(ranges.end));
             let leads = |r: usize| r == ranges.start || r.is_multiple_of(BLOCK_RANGES);
-            units.extend(runs.map(|run| Unit { tile, head, leads: leads(run.start), ranges: run }));
+            let unit =
+                |run: Range<usize>| Unit { tile, head, leads: leads(run.start), whole: run == ranges, ranges: run };
+            units.extend(runs.map(unit));
         }
     }
     units
@@ -214,7 +218,8 @@ impl Merge {
 }
 
 /// Attends a unit's ranges. A block that it begins is merged range by range, as [`Merge`] would: one part. Of a block that
-/// another unit begins each range is a part of its own.
+/// another unit begins each range is a part of its own. A whole unit merges its blocks too, so that many rows over a long
+/// history do not keep a state for every block.
 fn attend_unit(
     variant: &Variant,
     split: Split,
@@ -251,10 +256,24 @@ fn attend_unit(
         let block = r / BLOCK_RANGES;
         let leads = unit.leads || block > unit.ranges.start / BLOCK_RANGES;
         if !leads || parts.last().is_none_or(|part| part.block != block) {
+            if unit.whole {
+                merge_second(&mut parts);
+            }
             parts.push(Part { block, states: States::init(last_visible.len(), d) });
         }
         let part = parts.last_mut().expect("just pushed");
         SCRATCH.with_borrow_mut(|scratch| (variant.run)(&task, scratch, &mut part.states));
     }
+    if unit.whole {
+        merge_second(&mut parts);
+    }
     parts
+}
+
+/// Merges the second part, a complete block, into the first: all blocks before it.
+fn merge_second(parts: &mut Vec<Part>) {
+    if let [first, second] = &mut parts[..] {
+        first.states.merge_all(&second.states);
+        parts.truncate(1);
+    }
 }
