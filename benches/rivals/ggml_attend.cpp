@@ -86,6 +86,30 @@ static ggml_to_float_t to_float(ggml_type type) {
 #endif
 }
 
+static size_t cache_bytes(ggml_type type, const Shape & s) {
+    return 2 * ggml_row_size(type, s.head_dim) * s.kv_heads * s.kv_len;
+}
+
+static size_t cold_copies(size_t bytes) {
+    return std::max<size_t>(2, (COLD_BYTES + bytes - 1) / bytes);
+}
+
+// Memory that is only promised would end this process, or another one, later.
+static void check_memory(const std::vector<ggml_type> & types, const Shape & s) {
+    size_t need = 2 * s.kv_heads * s.kv_len * s.head_dim * sizeof(float);
+    for (ggml_type type : types) need += cold_copies(cache_bytes(type, s)) * cache_bytes(type, s);
+    FILE * file = fopen("/proc/meminfo", "r");
+    char line[200];
+    size_t kib;
+    while (file && fgets(line, sizeof line, file)) {
+        if (sscanf(line, "MemAvailable: %zu kB", &kib) == 1 && need / 1024 > kib) {
+            fail("this needs " + std::to_string(need >> 20) + " MiB of memory, and " + std::to_string(kib >> 10) + " MiB are available",
+                 "take fewer types or a shorter cache");
+        }
+    }
+    if (file) fclose(file);
+}
+
 // One cache type with its copies; each copy has a graph of one node.
 struct Subject {
     ggml_type type;
@@ -100,9 +124,8 @@ struct Subject {
 static Subject fill(ggml_type type, const Shape & s, bool token_major, const std::vector<float> & q, const std::vector<float> * kv) {
     Subject subject;
     subject.type = type;
-    const size_t row = ggml_row_size(type, s.head_dim), half = row * s.kv_heads * s.kv_len;
-    subject.bytes = 2 * half;
-    const size_t copies = std::max<size_t>(2, (COLD_BYTES + subject.bytes - 1) / subject.bytes);
+    subject.bytes = cache_bytes(type, s);
+    const size_t row = ggml_row_size(type, s.head_dim), half = subject.bytes / 2, copies = cold_copies(subject.bytes);
     char * first = nullptr;
     for (size_t copy = 0; copy < copies; copy++) {
         ggml_context * ctx = ggml_init({ ggml_tensor_overhead() * 32 + ggml_graph_overhead() + 4096, nullptr, true });
@@ -213,6 +236,8 @@ int main(int argc, char ** argv) {
         types.push_back(parse_type(list.substr(0, comma)));
         list.erase(0, comma + 1);
     }
+
+    check_memory(types, s);
 
     ggml_backend_t cpu = ggml_backend_cpu_init();
     ggml_backend_cpu_set_n_threads(cpu, threads);

@@ -43,10 +43,12 @@ SMOKE = [("q=32,kv=8,d=128,s=2048", True, True)]
 GGML = [
     ("llama.cpp", "llama-cpp-ggml_attend", "f16,q8_0,q4_0"),
     ("llama.cpp, AVX512FP16", "llama-cpp-fp16-ggml_attend", "f16"),
-    ("ik_llama.cpp", "ik-llama-ggml_attend", "f16,q8_0,q8_KV,q4_0"),
+    ("ik_llama.cpp", "ik-llama-ggml_attend", "f16,bf16,q8_0,q8_KV,q4_0"),
 ]
 GRACE = 25  # seconds that a program gets beyond --limit
+BUSY = 0.5  # load average from which on the machine is not called quiet
 DEPTHS = (0, 2048, 7900)
+STEPS = 128  # decoded tokens: the fewest that pack two groups behind any prompt, which kvant's proof of its arms asks for
 BATCHES = "1,4,16"
 
 
@@ -74,7 +76,7 @@ def arguments():
     attend.add_argument("--smoke", action="store_true", help="does it run? 2,048 tokens; figures of this size say nothing")
     model.add_argument("--models", default=os.environ.get("RIVAL_MODELS", ""), help="GGUF files, comma-separated [RIVAL_MODELS]")
     model.add_argument("--caches", default="f16,q8_0,q4_0", help="cache types of the rivals")
-    model.add_argument("--smoke", action="store_true", help="does it run? depths of 0 and 256, 8 tokens")
+    model.add_argument("--smoke", action="store_true", help="does it run? depths of 0 and 256; figures of this size say nothing")
     commands.add_parser("table").add_argument("file")
     return parser.parse_args()
 
@@ -125,6 +127,8 @@ class Run:
         info = json.loads(subprocess.run([args.kvant, "info", "--json"], check=True, stdout=subprocess.PIPE, text=True).stdout)
         self.machine = records.facts(info["machine"])
         load = os.getloadavg()[0]
+        if load > BUSY:
+            print(f"warning: the load average is {load:.1f}: rivals that wait by spinning suffer most, and no figure counts", file=sys.stderr)
         cores = distinct_cores(args.threads)
         os.sched_setaffinity(0, cores)
         commit, changed = commit_of(args)
@@ -252,8 +256,9 @@ def model_jobs(session, args):
     for model in models:
         if not os.path.exists(model):
             fail(f"there is no model {model}", "`kvant pull` fetches one, llama-cpp-quantize makes its Q8_0 copy")
-    depths, steps, threads = ((0, 256), 8, str(args.threads)) if args.smoke else (DEPTHS, 64, str(args.threads))
-    prompt, batches = ("128", "1,2") if args.smoke else ("1024", BATCHES)
+    depths, prompt, batches = ((0, 256), "128", "1,2") if args.smoke else (DEPTHS, "1024", BATCHES)
+    threads, steps = str(args.threads), str(STEPS)
+    kvant = ["--steps", steps, "--threads", threads, "--arms", "f16,fused", "--json"]
     llama = [(r, p) for r, f in (("llama.cpp", "llama-cpp-bench"), ("ik_llama.cpp", "ik-llama-bench")) if (p := program(session, r, f))]
     batched = program(session, "llama.cpp", "llama-cpp-batched-bench")
     jobs = []
@@ -262,23 +267,23 @@ def model_jobs(session, args):
         for depth in depths:
             group = []
             if depth:
-                words = [args.kvant, "bench", "decode", "--model", model, "--batch", "1", "--prompt-len", str(depth), "--threads", threads]
-                group.append(("kvant", f"{weights}, depth {depth}", [*words, "--arms", "f16,fused", "--json"], json.loads))
+                words = [args.kvant, "bench", "decode", "--model", model, "--batch", "1", "--prompt-len", str(depth), *kvant]
+                group.append(("kvant", f"{weights}, depth {depth}", words, json.loads))
             for rival, path in llama:
                 for cache in args.caches.split(","):
-                    words = [path, "-m", model, "-p", "0", "-fa", "1", "-t", threads, "-r", "2", "-ctk", cache, "-ctv", cache, "-o", "json"]
+                    words = [path, "-m", model, "-p", "0", "-fa", "1", "-t", threads, "-r", "1", "-ctk", cache, "-ctv", cache, "-o", "json"]
                     if rival == "ik_llama.cpp":  # its llama-bench has no depth; -gp times what follows a prompt
-                        words += ["-n", "0", "-gp", f"{depth},{steps}"] if depth else ["-n", str(steps)]
+                        words += ["-n", "0", "-gp", f"{depth},{steps}"] if depth else ["-n", steps]
                     else:
-                        words += ["-n", str(steps), "-d", str(depth)]
+                        words += ["-n", steps, "-d", str(depth)]
                     group.append((rival, f"{weights}, depth {depth}", words, bench_rows))
             if group:
                 jobs.append(group)
         group = []
-        words = [args.kvant, "bench", "decode", "--model", model, "--batch", batches, "--prompt-len", prompt, "--threads", threads]
-        group.append(("kvant", f"{weights}, requests of {prompt}", [*words, "--arms", "f16,fused", "--json"], json.loads))
+        words = [args.kvant, "bench", "decode", "--model", model, "--batch", batches, "--prompt-len", prompt, *kvant]
+        group.append(("kvant", f"{weights}, requests of {prompt}", words, json.loads))
         for cache in args.caches.split(",") if batched else []:
-            words = [batched, "-m", model, "-c", "20480", "-b", "2048", "-ub", "512", "-npp", prompt, "-ntg", str(steps), "-npl", batches]
+            words = [batched, "-m", model, "-c", "20480", "-b", "2048", "-ub", "512", "-npp", prompt, "-ntg", steps, "-npl", batches]
             words += ["-fa", "on", "-t", threads, "-tb", threads, "-ctk", cache, "-ctv", cache, "--output-format", "jsonl"]
             group.append(("llama.cpp", f"{weights}, requests of {prompt}", words, batched_rows))
         jobs.append(group)
@@ -376,7 +381,8 @@ def model_table(runs, versions):
         if run["rival"] == "kvant":
             return run["report"]["scheme"] if row["arm"] != "f16" else "f16", row["batch"]
         words = run["command"].split()
-        return words[words.index("-ctk") + 1], row["batch"]
+        cache = words[words.index("-ctk") + 1]
+        return cache, row["batch"]
 
     found = gather(runs, key)
     rows = [(rival, cache, batch, taken) for (rival, (cache, batch)), taken in found.items()]
