@@ -53,9 +53,15 @@ build=$scratch/build-$prefix
 log=$build.log
 cmake -S "$source" -B "$build" "${options[@]}" "-DCMAKE_C_FLAGS=$flags" "-DCMAKE_CXX_FLAGS=$flags" >"$log" 2>&1 ||
     fail "cmake did not configure $1" "read $log"
-nice -n 10 cmake --build "$build" -j "${JOBS:-2}" --target ggml "${tools[@]/#/llama-}" >>"$log" 2>&1 ||
-    fail "$1 did not compile" "read the end of $log"
+# The sdist of ik_llama.cpp lacks the script that writes this file, whose words only its tools' banners show.
+information=$source/common/build-info.cpp
+if [ $vendor = ik_llama.cpp ] && [ ! -e "$source/common/cmake/build-info-gen-cpp.cmake" ]; then
+    printf '%s\n' 'int LLAMA_BUILD_NUMBER = 0;' 'char const *LLAMA_COMMIT = "unknown";' 'char const *LLAMA_COMPILER = "unknown";' \
+        'char const *LLAMA_BUILD_TARGET = "unknown";' >"$information"
+fi
+compile() { nice -n 10 cmake --build "$build" -j "${JOBS:-2}" --target "$@" >>"$log" 2>&1 || fail "$* did not compile" "read the end of $log"; }
 
+compile ggml
 # In the order in which each needs the next; older ggml is one library.
 libraries=()
 for library in ggml ggml-cpu ggml-base; do
@@ -65,8 +71,9 @@ done
 c++ -O2 -std=c++17 -Wall -static -fopenmp "-DRIVAL=\"$name\"" "${defines[@]}" -I"$source/ggml/include" "$here/ggml_attend.cpp" \
     -o "$out/$prefix-ggml_attend" "${libraries[@]}" -Wl,--gc-sections >>"$log" 2>&1 || fail "ggml_attend.cpp did not link" "read the end of $log"
 strip "$out/$prefix-ggml_attend"
+echo "$name" >"$out/$prefix.version" # run.py puts it into records
 for tool in "${tools[@]}"; do
+    compile "llama-$tool"
     strip -o "$out/$prefix-$tool" "$build/bin/llama-$tool"
 done
-echo "$name" >"$out/$prefix.version" # run.py puts it into records
 ls -l "$out/$prefix"[-.]*

@@ -127,8 +127,10 @@ static Subject fill(ggml_type type, const Shape & s, bool token_major, const std
     subject.bytes = cache_bytes(type, s);
     const size_t row = ggml_row_size(type, s.head_dim), half = subject.bytes / 2, copies = cold_copies(subject.bytes);
     char * first = nullptr;
+    // One context for all copies: older ggml has 64 of them in all.
+    ggml_context * ctx = ggml_init({ copies * (ggml_tensor_overhead() * 16 + ggml_graph_overhead()) + 4096, nullptr, true });
+    if (!ctx) fail("ggml gave no context", "take fewer types");
     for (size_t copy = 0; copy < copies; copy++) {
-        ggml_context * ctx = ggml_init({ ggml_tensor_overhead() * 32 + ggml_graph_overhead() + 4096, nullptr, true });
         char * data = allocate(subject.bytes);
         ggml_tensor * sides[2];
         for (int side = 0; side < 2; side++) {
