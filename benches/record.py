@@ -42,22 +42,32 @@ def measure():
     dirty = bool(run("git", "status", "--porcelain", "--untracked-files=no").strip())
     load = os.getloadavg()[0]
     results = {name: json.loads(run(program, *words.split())) for name, words in BENCHES.items()}
-    machine = results["fits"]["machine"]
+    machine = facts(results["fits"]["machine"])
     now = datetime.datetime.now(datetime.timezone.utc)
     record = {
         "date": now.isoformat(timespec="seconds"),
         "commit": commit,
         "uncommitted_changes": dirty,
         "load_average_before": load,
-        "machine": {k: machine[k] for k in ("os", "arch", "cpu", "cores", "memory_bytes")},
+        "machine": machine,
         "commands": {name: f"kvant {words}" for name, words in BENCHES.items()},
         "results": results,
     }
-    slug = re.sub(r"[^a-z0-9]+", "-", f"{machine['cpu']} {machine['cores']} cores".lower()).strip("-")
-    path = RECORDS / slug / f"{now:%Y-%m-%dT%H%M}.json"
+    path = folder(machine) / f"{now:%Y-%m-%dT%H%M}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(path.relative_to(ROOT))
+
+
+def facts(machine):
+    """What a record says of a machine, out of what `kvant info --json` does."""
+    return {k: machine[k] for k in ("os", "arch", "cpu", "cores", "memory_bytes")}
+
+
+def folder(machine):
+    """Where the records of a machine lie."""
+    slug = re.sub(r"[^a-z0-9]+", "-", f"{machine['cpu']} {machine['cores']} cores".lower()).strip("-")
+    return RECORDS / slug
 
 
 def newest():
@@ -131,4 +141,5 @@ def main():
         sys.exit(__doc__)
 
 
-main()
+if __name__ == "__main__":
+    main()
