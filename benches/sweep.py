@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Sweeps of attention alone: over threads, and over batch and length. In: the program; out: records and their tables.
+"""Sweeps: attention over threads, over batch and length; a whole model. In: the program; out: records and their tables.
 
   sweep.py threads PROGRAM OUT.json    1, 2, 4, 8, 16 threads (as many as there are cores), 16k and 64k tokens; every kernel
   sweep.py grid PROGRAM OUT.json       batch 1, 4, 16 by 256 to 16k tokens, cold and hot, two threads
+  sweep.py model PROGRAM OUT.json [MODEL]   a whole model: requests and prompt lengths, arms f16 and fused, two threads
   sweep.py tables                      writes benches/record/README.md from the records under benches/record/*/sweeps/
 
 Each thread count is pinned to as many cores, so that a shared host moves less. Quote ratios: both sides of `vs_f16` (medians)
-were timed in turns. NOT here: any figure. Needs python3 and taskset. PROGRAM must be built from a clean commit.
+were timed in turns. NOT here: any figure. Needs python3 and taskset. PROGRAM must be built from a clean commit, which is
+COMMIT where there is no git to ask.
 """
 
 import datetime
@@ -42,28 +44,55 @@ def grid_runs():
                 yield f"batch {b}, {s} tokens, {temperature}", 2, SHAPE.format(b=b, s=s), ALL, flags
 
 
+def model_runs(model):
+    # Long first: a run that is cut short should have them.
+    for b, s in ((1, 7900), (16, 1024), (1, 256), (1, 2048), (16, 256), (4, 2048)):
+        words = ["bench", "decode", *model, "--batch", str(b), "--prompt-len", str(s), "--steps", "128", "--arms", "f16,fused"]
+        yield f"{b} requests, {s} tokens", 2, words
+
+
+def attend_runs(runs):
+    for label, threads, shape, schemes, flags in runs:
+        yield label, threads, ["bench", "attend", "--shape", shape, "--kv", schemes, *flags]
+
+
 def measure(runs, program, out):
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout.strip()
+    commit = os.environ.get("COMMIT") or subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout.strip()
     record = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit,
         "machine": {"cores": os.cpu_count(), "arch": platform.machine(), "info": info(program)},
         "runs": [],
     }
-    for label, threads, shape, schemes, flags in runs:
-        words = ["bench", "attend", "--shape", shape, "--threads", str(threads), "--kv", schemes, *flags, "--json"]
+    for label, threads, words in runs:
+        words = [*words, "--threads", str(threads), "--json"]
         cores = ",".join(str(c) for c in sorted(os.sched_getaffinity(0))[:threads])
         printed = subprocess.run(["taskset", "-c", cores, program, *words], check=True, stdout=subprocess.PIPE, text=True)
         record["runs"].append({"label": label, "command": f"kvant {' '.join(words)}", "report": json.loads(printed.stdout)})
+        # After every run: what was measured before a run fails is not lost.
+        pathlib.Path(out).write_text(json.dumps(record, indent=1) + "\n")
         print(label, file=sys.stderr)
-    pathlib.Path(out).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def info(program):
     return json.loads(subprocess.run([program, "info", "--json"], check=True, stdout=subprocess.PIPE, text=True).stdout)["machine"]
 
 
+def model_table(record):
+    lines = ["| what | arm | decode tokens/s | vs f16 | first token ms | cache MiB | peak RSS MiB |", "|---|---|---:|---:|---:|---:|---:|"]
+    for run in record["runs"]:
+        rows = run["report"]["rows"]
+        for row in rows:
+            ratio = row["decode_tok_s"] / rows[0]["decode_tok_s"]
+            sizes = [f"{row[key] / 2**20:.1f}" for key in ("cache_bytes", "peak_rss_bytes")]
+            cells = [run["label"], row["arm"], f"{row['decode_tok_s']:.1f}", f"{ratio:.2f}x", f"{row['ttft_ms']:.0f}", *sizes]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def table(record):
+    if "decode_tok_s" in record["runs"][0]["report"]["rows"][0]:
+        return model_table(record)
     lines = ["| what | scheme | kernel | minimum ms | median ms | % of read bandwidth | vs f16 |", "|---|---|---|---:|---:|---:|---:|"]
     for run in record["runs"]:
         for row in run["report"]["rows"]:
@@ -74,7 +103,7 @@ def table(record):
 
 
 def tables():
-    parts = ["# Sweeps of attention", "Written by `python3 benches/sweep.py tables` from the records beside this page."]
+    parts = ["# Sweeps", "Written by `python3 benches/sweep.py tables` from the records beside this page."]
     for path in sorted(RECORDS.glob("*/sweeps/*.json")):
         record = json.loads(path.read_text())
         machine = record["machine"]
@@ -88,9 +117,11 @@ def tables():
 def main():
     match sys.argv[1:]:
         case ["threads", program, out]:
-            measure(threads_runs(), program, out)
+            measure(attend_runs(threads_runs()), program, out)
         case ["grid", program, out]:
-            measure(grid_runs(), program, out)
+            measure(attend_runs(grid_runs()), program, out)
+        case ["model", program, out, *model]:
+            measure(model_runs(["--model", *model] if model else []), program, out)
         case ["tables"]:
             tables()
         case _:
