@@ -6,7 +6,7 @@
 use super::cpu::{Dequantize, VARIANTS, Variant};
 use super::reference::{dequantize_plain, write_record_plain, write_rows_plain};
 use crate::LayerShape;
-use crate::cache::layout::{F16_BLOCK_LEN, F16Layout, RecordLayout};
+use crate::cache::layout::{BLOCK_LEN, PlainLayout, RecordLayout};
 use half::f16;
 
 /// The variants that run here.
@@ -101,9 +101,9 @@ fn records() {
                 let layout = RecordLayout::from_parts(head_dim, group_len, k_bits, v_bits);
                 for (i, data) in DATA.into_iter().enumerate() {
                     let mut random = Random(0x9E37_79B9 + (head_dim * 1000 + group_len * 10 + at) as u64);
-                    let n = F16_BLOCK_LEN * head_dim;
+                    let n = BLOCK_LEN * head_dim;
                     let mut tensor = || -> Vec<f16> { (0..n).map(|_| number(data, &mut random)).collect() };
-                    let blocks: Vec<_> = (0..group_len / F16_BLOCK_LEN).map(|_| (tensor(), tensor())).collect();
+                    let blocks: Vec<_> = (0..group_len / BLOCK_LEN).map(|_| (tensor(), tensor())).collect();
                     let blocks: Vec<_> = blocks.iter().map(|(k, v)| (&k[..], &v[..])).collect();
                     for sinks in [0, [1, 4, 15, 16][i % 4]] {
                         let mut want = vec![0; layout.record_bytes];
@@ -141,10 +141,10 @@ fn rows() {
     let mut random = Random(77);
     for (kv_heads, head_dim) in [(1, 64), (2, 80), (3, 96), (2, 128), (1, 256)] {
         let shape = LayerShape::new(kv_heads, kv_heads, head_dim).unwrap();
-        let (layout, row_len) = (F16Layout::block(&shape), shape.row_len());
-        for slot in 0..F16_BLOCK_LEN {
+        let (layout, row_len) = (PlainLayout::block(&shape), shape.row_len());
+        for slot in 0..BLOCK_LEN {
             for rows in [1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32] {
-                if slot + rows > F16_BLOCK_LEN {
+                if slot + rows > BLOCK_LEN {
                     continue;
                 }
                 // Ties between two f16, subnormals and the largest included.

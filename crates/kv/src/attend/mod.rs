@@ -17,7 +17,7 @@ mod threads;
 mod parity;
 
 use crate::append::record::dequantize_record;
-use crate::cache::layout::{F16_BLOCK_LEN, F16Layout};
+use crate::cache::layout::{BLOCK_LEN, PlainLayout};
 use crate::cache::store::SeqView;
 use crate::{Arm, Cache, Error, Rows};
 use cpu::generic::Source;
@@ -283,7 +283,7 @@ fn check_queries(
 struct CacheSource<'a> {
     view: SeqView<'a>,
     /// The dequant-step arm's f16 copy of the packed part, made anew for every call.
-    step: Option<(F16Layout, Vec<f16>)>,
+    step: Option<(PlainLayout, Vec<f16>)>,
 }
 
 impl<'a> CacheSource<'a> {
@@ -296,7 +296,7 @@ impl<'a> CacheSource<'a> {
 /// Every record as f16 blocks `[groups * group_len / 32][kv_heads]`.
 fn dequantize_all(view: &SeqView<'_>) -> Vec<f16> {
     let Some(layout) = view.spec.record.as_ref() else { return Vec::new() };
-    let per_group = layout.group_len / F16_BLOCK_LEN;
+    let per_group = layout.group_len / BLOCK_LEN;
     let block_bytes = view.spec.f16.block_bytes(view.spec.shape.kv_heads);
     let mut rows = vec![f16::ZERO; view.groups() * per_group * block_bytes / size_of::<f16>()];
     let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut rows);
@@ -323,7 +323,7 @@ impl Source for CacheSource<'_> {
             Some((layout, rows)) => {
                 let bytes: &[u8] = bytemuck::cast_slice(rows);
                 let block_bytes = layout.block_bytes(self.view.spec.shape.kv_heads);
-                layout.head(&bytes[position / F16_BLOCK_LEN * block_bytes..][..block_bytes], head)
+                layout.head(&bytes[position / BLOCK_LEN * block_bytes..][..block_bytes], head)
             }
             None => self.view.copy_block(head, position).expect("arms that read records have no use for a copy"),
         }

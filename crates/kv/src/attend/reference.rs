@@ -4,7 +4,7 @@
 
 use super::AttendOptions;
 use crate::append::record::read_record;
-use crate::cache::layout::F16_BLOCK_LEN;
+use crate::cache::layout::BLOCK_LEN;
 use crate::cache::store::SeqView;
 use crate::{Cache, Error, Rows};
 use half::f16;
@@ -108,9 +108,9 @@ fn visible(view: &SeqView<'_>, head: usize, position: usize, first_visible: usiz
             k.extend((0..d).map(|c| gk[c * g + j % g] as f64));
             v.extend(gv[j % g * d..][..d].iter().map(|&x| x as f64));
         } else {
-            let (bk, bv): (&[f16], &[f16]) = view.f16_block(head, j / F16_BLOCK_LEN * F16_BLOCK_LEN);
-            let slot = j % F16_BLOCK_LEN;
-            k.extend((0..d).map(|c| bk[c * F16_BLOCK_LEN + slot].to_f64()));
+            let (bk, bv): (&[f16], &[f16]) = view.f16_block(head, j / BLOCK_LEN * BLOCK_LEN);
+            let slot = j % BLOCK_LEN;
+            k.extend((0..d).map(|c| bk[c * BLOCK_LEN + slot].to_f64()));
             v.extend(bv[slot * d..][..d].iter().map(|x| x.to_f64()));
         }
     }

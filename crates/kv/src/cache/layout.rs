@@ -9,7 +9,7 @@ use half::f16;
 use std::ops::Range;
 
 /// Tokens of one block of f16 rows: one panel's lanes, and a divisor of every group_len.
-pub(crate) const F16_BLOCK_LEN: usize = 32;
+pub(crate) const BLOCK_LEN: usize = 32;
 
 /// The record of one (layer, kv head, group of tokens).
 ///
@@ -166,14 +166,14 @@ fn params_mut(bytes: &mut [u8], n: usize) -> (&mut [f16], &mut [f16]) {
 /// A block of f16 rows of one layer: for each kv head K `[D][tokens]` (transposed: lanes are tokens, as in a panel),
 /// then V `[tokens][D]`. `tokens` is 32. The sink block has the same shape with `tokens` = sinks, but K as `[tokens][D]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct F16Layout {
+pub(crate) struct PlainLayout {
     pub head_dim: usize,
     pub tokens: usize,
 }
 
-impl F16Layout {
+impl PlainLayout {
     pub(crate) fn block(shape: &LayerShape) -> Self {
-        Self { head_dim: shape.head_dim, tokens: F16_BLOCK_LEN }
+        Self { head_dim: shape.head_dim, tokens: BLOCK_LEN }
     }
 
     /// Bytes of the block that holds K and V of every kv head.
@@ -196,7 +196,7 @@ impl F16Layout {
         bytemuck::cast_slice(bytes).split_at(self.tokens * self.head_dim)
     }
 
-    /// See [`F16Layout::head`].
+    /// See [`PlainLayout::head`].
     pub(crate) fn head_mut<'a>(&self, block: &'a mut [u8], head: usize) -> (&'a mut [f16], &'a mut [f16]) {
         let bytes = &mut block[head * self.head_bytes()..][..self.head_bytes()];
         bytemuck::cast_slice_mut(bytes).split_at_mut(self.tokens * self.head_dim)

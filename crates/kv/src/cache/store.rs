@@ -3,7 +3,7 @@
 //! `tail_start = packed_len(committed)`, so that every row since the last commit finds the f16 keys it sees.
 //! NOT here: several sequences, checks of a call (cache/mod.rs), the formula (quant/).
 
-use super::layout::{F16_BLOCK_LEN, F16Layout, RecordLayout};
+use super::layout::{BLOCK_LEN, PlainLayout, RecordLayout};
 use crate::append::cpu::Variant;
 use crate::append::record::dequantize_record;
 use crate::append::rows::write_sink;
@@ -16,8 +16,8 @@ pub(crate) struct LayerSpec {
     pub shape: LayerShape,
     pub scheme: Scheme,
     pub record: Option<RecordLayout>,
-    pub f16: F16Layout,
-    pub sinks: F16Layout,
+    pub f16: PlainLayout,
+    pub sinks: PlainLayout,
     /// Indices into [`Pools`].
     record_pool: usize,
     f16_pool: usize,
@@ -69,8 +69,8 @@ impl Pools {
 impl LayerSpec {
     pub(crate) fn new(shape: LayerShape, scheme: Scheme, pools: &mut Pools) -> Self {
         let record = scheme.packed().map(|p| RecordLayout::new(shape.head_dim, p));
-        let f16 = F16Layout::block(&shape);
-        let sinks = F16Layout { tokens: scheme.packed().map_or(0, PackedScheme::sinks), ..f16 };
+        let f16 = PlainLayout::block(&shape);
+        let sinks = PlainLayout { tokens: scheme.packed().map_or(0, PackedScheme::sinks), ..f16 };
         let block = f16.block_bytes(shape.kv_heads);
         let record_bytes = record.as_ref().map_or(block, |r| r.block_bytes(shape.kv_heads));
         let sink_bytes = if sinks.tokens > 0 { sinks.block_bytes(shape.kv_heads) } else { block };
@@ -93,7 +93,7 @@ impl LayerSpec {
 }
 
 /// Most f16 blocks of one group.
-const MAX_BLOCKS: usize = crate::scheme::GROUP_LENS[crate::scheme::GROUP_LENS.len() - 1] / F16_BLOCK_LEN;
+const MAX_BLOCKS: usize = crate::scheme::GROUP_LENS[crate::scheme::GROUP_LENS.len() - 1] / BLOCK_LEN;
 
 /// The blocks of one sequence in one layer.
 #[derive(Default)]
@@ -124,8 +124,8 @@ impl Store {
         let new_len = self.len + k.len() / row_len;
         let group_len = spec.scheme.packed().map_or(usize::MAX, PackedScheme::group_len);
         let new_groups = spec.scheme.packed_len(new_len) / group_len - self.groups.len();
-        let new_tail = (new_len - self.tail_start).div_ceil(F16_BLOCK_LEN) - self.tail.len();
-        let new_copy = copy_pool.map_or(0, |_| new_groups * (group_len / F16_BLOCK_LEN));
+        let new_tail = (new_len - self.tail_start).div_ceil(BLOCK_LEN) - self.tail.len();
+        let new_copy = copy_pool.map_or(0, |_| new_groups * (group_len / BLOCK_LEN));
         let need_sinks = self.sink_block.is_none() && spec.sinks.tokens > 0;
 
         let mut taken = Vec::new();
@@ -165,7 +165,7 @@ impl Store {
         let mut position = self.len;
         while position < new_len {
             let (block, slot) = self.tail_slot(position);
-            let rows = (F16_BLOCK_LEN - slot).min(new_len - position);
+            let rows = (BLOCK_LEN - slot).min(new_len - position);
             let part = (position - self.len) * row_len..(position - self.len + rows) * row_len;
             let bytes = pools.get_mut(spec.f16_pool).bytes_mut(block);
             (kernel.write_rows)(&spec.f16, bytes, slot, row_len, &k[part.clone()], &v[part]);
@@ -184,7 +184,7 @@ impl Store {
     /// The tail block and the slot in it of a position.
     fn tail_slot(&self, position: usize) -> (&Block, usize) {
         let at = position - self.tail_start;
-        (&self.tail[at / F16_BLOCK_LEN], at % F16_BLOCK_LEN)
+        (&self.tail[at / BLOCK_LEN], at % BLOCK_LEN)
     }
 
     /// Packs the next group into `block`.
@@ -192,9 +192,9 @@ impl Store {
         let layout = spec.record.as_ref().expect("only packed schemes have groups");
         let start = self.groups.len() * layout.group_len;
         let sinks = spec.sinks.tokens.saturating_sub(start);
-        let first = (start - self.tail_start) / F16_BLOCK_LEN;
+        let first = (start - self.tail_start) / BLOCK_LEN;
         let (records, rows) = pools.records_and_rows(spec);
-        let n = layout.group_len / F16_BLOCK_LEN;
+        let n = layout.group_len / BLOCK_LEN;
         let mut blocks: [(&[f16], &[f16]); MAX_BLOCKS] = Default::default();
         for (head, record) in records.bytes_mut(&block).chunks_exact_mut(layout.record_bytes).enumerate() {
             for (out, block) in blocks.iter_mut().zip(&self.tail[first..first + n]) {
@@ -208,11 +208,11 @@ impl Store {
     /// Fills the f16 copy of the newest group.
     fn copy_group(&mut self, spec: &LayerSpec, copy_pool: usize, pools: &mut Pools) {
         let layout = spec.record.as_ref().expect("only packed schemes have groups");
-        let per_group = layout.group_len / F16_BLOCK_LEN;
+        let per_group = layout.group_len / BLOCK_LEN;
         let newest = self.groups.len() - 1;
         let mut rows = vec![f16::ZERO; 2 * layout.group_len * layout.head_dim];
         let (k, v) = rows.split_at_mut(layout.group_len * layout.head_dim);
-        let n = F16_BLOCK_LEN * layout.head_dim;
+        let n = BLOCK_LEN * layout.head_dim;
         for head in 0..spec.shape.kv_heads {
             let records = pools.get(spec.record_pool).bytes(&self.groups[newest]);
             let record = layout.head(records, head);
@@ -231,7 +231,7 @@ impl Store {
     pub(crate) fn commit(&mut self, spec: &LayerSpec, pools: &mut Pools) {
         self.committed = self.len;
         let start = spec.scheme.packed_len(self.len);
-        let gone = (start - self.tail_start) / F16_BLOCK_LEN;
+        let gone = (start - self.tail_start) / BLOCK_LEN;
         self.tail_start = start;
         if gone > 0 {
             // The rows that stay move to the oldest blocks: after a long prompt the newest ones would each keep a chunk
@@ -264,9 +264,9 @@ impl Store {
         let groups = spec.scheme.packed_len(len) / group_len;
         self.groups.drain(groups..).for_each(|b| pools.get_mut(spec.record_pool).free(b));
         if let Some(pool) = copy_pool {
-            self.copy.drain(groups * (group_len / F16_BLOCK_LEN)..).for_each(|b| pools.get_mut(pool).free(b));
+            self.copy.drain(groups * (group_len / BLOCK_LEN)..).for_each(|b| pools.get_mut(pool).free(b));
         }
-        let tail = len.saturating_sub(self.tail_start).div_ceil(F16_BLOCK_LEN);
+        let tail = len.saturating_sub(self.tail_start).div_ceil(BLOCK_LEN);
         self.tail.drain(tail..).for_each(|b| pools.get_mut(spec.f16_pool).free(b));
         if len == 0
             && let Some(b) = self.sink_block.take()
@@ -334,14 +334,14 @@ impl<'a> SeqView<'a> {
 
     /// K `[D][32]` and V `[32][D]` of one head for the 32 tokens from `position` (a multiple of 32, >= tail_start).
     pub(crate) fn f16_block(&self, head: usize, position: usize) -> (&'a [f16], &'a [f16]) {
-        let block = &self.tail[(position - self.tail_start) / F16_BLOCK_LEN];
+        let block = &self.tail[(position - self.tail_start) / BLOCK_LEN];
         self.spec.f16.head(self.f16_blocks.bytes(block), head)
     }
 
     /// The same from the dequant-once arm's copy, for packed positions.
     pub(crate) fn copy_block(&self, head: usize, position: usize) -> Option<(&'a [f16], &'a [f16])> {
         let (pool, blocks) = self.copy?;
-        Some(self.spec.f16.head(pool.bytes(&blocks[position / F16_BLOCK_LEN]), head))
+        Some(self.spec.f16.head(pool.bytes(&blocks[position / BLOCK_LEN]), head))
     }
 
     /// K and V `[sinks][D]` of one head, when the scheme has sinks.

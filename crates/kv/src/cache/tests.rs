@@ -4,7 +4,7 @@
 
 mod layout_page;
 
-use super::layout::F16_BLOCK_LEN;
+use super::layout::BLOCK_LEN;
 use super::{Arm, Cache, LayerConfig, Rows, SeqId};
 use crate::append::cpu::best;
 use crate::{Error, LayerShape, Scheme};
@@ -68,9 +68,9 @@ fn held(cache: &Cache, seq: SeqId) -> Held {
     let heads = 0..view.spec.shape.kv_heads;
     let from = view.spec.scheme.packed_len(view.len);
     let row = |p: usize, head: usize| {
-        let (k, v) = view.f16_block(head, p / F16_BLOCK_LEN * F16_BLOCK_LEN);
-        let slot = p % F16_BLOCK_LEN;
-        (0..d).map(|c| k[c * F16_BLOCK_LEN + slot]).chain(v[slot * d..][..d].iter().copied()).collect()
+        let (k, v) = view.f16_block(head, p / BLOCK_LEN * BLOCK_LEN);
+        let slot = p % BLOCK_LEN;
+        (0..d).map(|c| k[c * BLOCK_LEN + slot]).chain(v[slot * d..][..d].iter().copied()).collect()
     };
     let sinks = |head: usize| {
         view.sinks(head).map(|(k, v)| {
@@ -150,11 +150,11 @@ fn a_record_is_its_own_tokens() {
                 rows.chunks(2 * d).flat_map(|r| r[head * d..][..d].iter().map(|&x| f16::from_f32(x))).collect()
             };
             let (k, v) = (part(0), part(1));
-            let blocks: Vec<(Vec<f16>, &[f16])> = (0..g / F16_BLOCK_LEN)
+            let blocks: Vec<(Vec<f16>, &[f16])> = (0..g / BLOCK_LEN)
                 .map(|b| {
-                    let k_block = &k[b * F16_BLOCK_LEN * d..][..F16_BLOCK_LEN * d];
-                    let transposed = (0..d * F16_BLOCK_LEN).map(|x| k_block[x % F16_BLOCK_LEN * d + x / F16_BLOCK_LEN]);
-                    (transposed.collect(), &v[b * F16_BLOCK_LEN * d..][..F16_BLOCK_LEN * d])
+                    let k_block = &k[b * BLOCK_LEN * d..][..BLOCK_LEN * d];
+                    let transposed = (0..d * BLOCK_LEN).map(|x| k_block[x % BLOCK_LEN * d + x / BLOCK_LEN]);
+                    (transposed.collect(), &v[b * BLOCK_LEN * d..][..BLOCK_LEN * d])
                 })
                 .collect();
             let blocks: Vec<_> = blocks.iter().map(|(k, v)| (&k[..], *v)).collect();

@@ -3,7 +3,7 @@
 
 use super::dequantize;
 use super::generic::{self, Kernel, LANES, LARGEST, RowFit, Tile};
-use crate::cache::layout::{F16_BLOCK_LEN, F16Layout, RecordLayout};
+use crate::cache::layout::{BLOCK_LEN, PlainLayout, RecordLayout};
 use crate::quant::pack::{LINE, QUAD};
 use half::f16;
 use std::arch::x86_64::*;
@@ -256,7 +256,7 @@ fn slot(rows: [&[f16; LANES]; QUAD], fit: &[RowFit; QUAD], top: f32) -> [__m256i
 #[inline]
 fn transpose(rows: &[f32], stride: usize, n: usize, tile: &mut Tile) {
     assert!(n > 0 && rows.len() >= (n - 1) * stride + LANES);
-    for first in (0..F16_BLOCK_LEN).step_by(8) {
+    for first in (0..BLOCK_LEN).step_by(8) {
         // Halves: channels 0-7 and 8-15.
         let mut x = [_mm256_setzero_si256(); 8];
         for t in 0..8 {

@@ -3,7 +3,7 @@
 
 use super::dequantize;
 use super::generic::{self, Kernel, LANES, LARGEST, RowFit, Tile};
-use crate::cache::layout::{F16Layout, RecordLayout};
+use crate::cache::layout::{PlainLayout, RecordLayout};
 use crate::quant::pack::{LINE, QUAD};
 use half::f16;
 use std::arch::x86_64::*;

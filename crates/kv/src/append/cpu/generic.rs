@@ -8,7 +8,7 @@
 //! Tried and lost: `y*r` alone: two operations fewer, but an exact tie falls to either side (golden cases saw it).
 //! NOT here: which tokens are packed when (cache/), bits inside a line for reading (quant/pack.rs), checks.
 
-use crate::cache::layout::{F16_BLOCK_LEN, F16Layout, RecordLayout};
+use crate::cache::layout::{BLOCK_LEN, PlainLayout, RecordLayout};
 use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES};
 use half::f16;
 
@@ -21,7 +21,7 @@ pub(super) const PERIOD: usize = 8;
 pub(super) const LARGEST: f32 = f16::MAX.to_f32_const();
 
 /// 16 channels of 32 tokens, as a K block holds them.
-pub(super) type Tile = [[f16; F16_BLOCK_LEN]; LANES];
+pub(super) type Tile = [[f16; BLOCK_LEN]; LANES];
 
 /// What an instruction set does with 16 lanes.
 pub(super) trait Kernel: Copy {
@@ -106,7 +106,7 @@ const FEW_ROWS: usize = 4;
 #[inline(always)]
 pub(super) fn write_rows<T: Kernel>(
     kernel: T,
-    layout: &F16Layout,
+    layout: &PlainLayout,
     block: &mut [u8],
     slot: usize,
     row_len: usize,
@@ -115,15 +115,15 @@ pub(super) fn write_rows<T: Kernel>(
 ) {
     let d = layout.head_dim;
     let rows = k.len() / row_len;
-    assert!(k.len() == v.len() && slot + rows <= F16_BLOCK_LEN && layout.tokens == F16_BLOCK_LEN);
-    let mut tile = [[f16::ZERO; F16_BLOCK_LEN]; LANES];
+    assert!(k.len() == v.len() && slot + rows <= BLOCK_LEN && layout.tokens == BLOCK_LEN);
+    let mut tile = [[f16::ZERO; BLOCK_LEN]; LANES];
     for head in 0..row_len / d {
         let (k_out, v_out) = layout.head_mut(block, head);
         for (row, out) in v.chunks_exact(row_len).zip(v_out[slot * d..].chunks_exact_mut(d)) {
             round_row(kernel, &row[head * d..][..d], out);
         }
         for channel in (0..d).step_by(LANES) {
-            let out = k_out[channel * F16_BLOCK_LEN..][..LANES * F16_BLOCK_LEN].as_chunks_mut::<F16_BLOCK_LEN>().0;
+            let out = k_out[channel * BLOCK_LEN..][..LANES * BLOCK_LEN].as_chunks_mut::<BLOCK_LEN>().0;
             let from = &k[head * d + channel..];
             if rows < FEW_ROWS {
                 for row in 0..rows {
@@ -135,7 +135,7 @@ pub(super) fn write_rows<T: Kernel>(
                 continue;
             }
             kernel.transpose(from, row_len, rows, &mut tile);
-            if rows == F16_BLOCK_LEN {
+            if rows == BLOCK_LEN {
                 out.copy_from_slice(&tile);
             } else {
                 for (out, x) in out.iter_mut().zip(&tile) {
@@ -167,7 +167,7 @@ pub(super) fn write_record<T: Kernel>(
     sinks: usize,
     record: &mut [u8],
 ) {
-    assert!(blocks.len() * F16_BLOCK_LEN == layout.group_len && sinks <= LANES);
+    assert!(blocks.len() * BLOCK_LEN == layout.group_len && sinks <= LANES);
     match layout.k_bits {
         2 => keys::<T, 2>(kernel, layout, blocks, sinks, record),
         3 => keys::<T, 3>(kernel, layout, blocks, sinks, record),
@@ -252,13 +252,13 @@ fn values<T: Kernel, const BITS: usize>(
     let stride = layout.head_dim / LANES;
     for (block, (_, v)) in blocks.iter().enumerate() {
         let rows = v.as_chunks::<LANES>().0;
-        assert_eq!(rows.len(), F16_BLOCK_LEN * stride);
-        let first_token = block * F16_BLOCK_LEN;
+        assert_eq!(rows.len(), BLOCK_LEN * stride);
+        let first_token = block * BLOCK_LEN;
         for group in 0..layout.v_groups() {
             let channels = layout.v_channels(group);
             let (first, n) = (channels.start / LANES, channels.len() / LANES);
-            let mut fits = [RowFit::default(); F16_BLOCK_LEN];
-            for half in (0..F16_BLOCK_LEN).step_by(LANES) {
+            let mut fits = [RowFit::default(); BLOCK_LEN];
+            for half in (0..BLOCK_LEN).step_by(LANES) {
                 let mut low = [kernel.load(&rows[0]); LANES];
                 let mut high = low;
                 for i in 0..LANES {
@@ -303,7 +303,7 @@ fn value_lines<T: Kernel, const BITS: usize, const S: usize>(
     kernel: T,
     rows: &[[f16; LANES]],
     stride: usize,
-    fits: &[RowFit; F16_BLOCK_LEN],
+    fits: &[RowFit; BLOCK_LEN],
     lines: &mut [u8],
 ) {
     let fits = fits.as_chunks::<QUAD>().0;

@@ -19,7 +19,7 @@ macro_rules! entry_points {
 
             pub(super) fn write_rows(
                 self,
-                layout: &F16Layout,
+                layout: &PlainLayout,
                 block: &mut [u8],
                 slot: usize,
                 row_len: usize,
@@ -29,7 +29,7 @@ macro_rules! entry_points {
                 #[target_feature(enable = $features)]
                 fn entry(
                     kernel: $proof,
-                    layout: &F16Layout,
+                    layout: &PlainLayout,
                     block: &mut [u8],
                     slot: usize,
                     row_len: usize,
@@ -93,11 +93,11 @@ mod dequantize;
 mod generic;
 mod portable;
 
-use crate::cache::layout::{F16Layout, RecordLayout};
+use crate::cache::layout::{PlainLayout, RecordLayout};
 use half::f16;
 
 /// See [`generic::write_rows`]: layout, block, slot, row_len, k, v.
-pub(crate) type WriteRows = fn(&F16Layout, &mut [u8], usize, usize, &[f32], &[f32]);
+pub(crate) type WriteRows = fn(&PlainLayout, &mut [u8], usize, usize, &[f32], &[f32]);
 /// See [`generic::write_record`]: layout, blocks, sinks, record.
 pub(crate) type WriteRecord = fn(&RecordLayout, &[(&[f16], &[f16])], usize, &mut [u8]);
 /// See [`dequantize::dequantize`]: layout, record, blocks.

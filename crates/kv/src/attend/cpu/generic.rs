@@ -7,7 +7,7 @@
 //! NOT here: instructions (one file per instruction set), ranges and threads (attend/plan.rs).
 
 use crate::attend::softmax::States;
-use crate::cache::layout::{F16_BLOCK_LEN, RecordLayout};
+use crate::cache::layout::{BLOCK_LEN, RecordLayout};
 use crate::quant::pack::{LINE, PANEL_LANES, SLOT_LANES, panel_bytes};
 use half::f16;
 use std::ops::Range;
@@ -237,7 +237,7 @@ impl Scratch {
 }
 
 /// Groups or blocks of a range, at most.
-const MAX_STEPS: usize = RANGE_LEN / F16_BLOCK_LEN;
+const MAX_STEPS: usize = RANGE_LEN / BLOCK_LEN;
 /// Largest weight of each group of a range, per query vector.
 type Tops<const H: usize> = [[f32; MAX_STEPS]; H];
 
@@ -374,12 +374,12 @@ impl<'a> Keys<'a> {
 
     /// Tokens whose weights share a bound: a group, or a block where nothing is read packed.
     fn step(&self) -> usize {
-        self.task.records.map_or(F16_BLOCK_LEN, |layout| layout.group_len)
+        self.task.records.map_or(BLOCK_LEN, |layout| layout.group_len)
     }
 
     /// Length of the scores that the kernels write: whole groups and blocks.
     fn padded_len(&self) -> usize {
-        let step = if self.f16.is_empty() { self.step() } else { F16_BLOCK_LEN };
+        let step = if self.f16.is_empty() { self.step() } else { BLOCK_LEN };
         (self.f16.end - self.base()).next_multiple_of(step)
     }
 
@@ -387,8 +387,8 @@ impl<'a> Keys<'a> {
     fn f16_blocks(&self) -> impl Iterator<Item = (usize, (&[f16], &[f16]))> {
         let (source, head) = (self.task.source, self.task.head);
         let packed = if self.task.records.is_none() { self.packed.clone() } else { 0..0 };
-        let packed = packed.step_by(F16_BLOCK_LEN).map(move |p| (p, source.dequantized_block(head, p)));
-        let plain = self.f16.clone().step_by(F16_BLOCK_LEN).map(move |p| (p, source.f16_block(head, p)));
+        let packed = packed.step_by(BLOCK_LEN).map(move |p| (p, source.dequantized_block(head, p)));
+        let plain = self.f16.clone().step_by(BLOCK_LEN).map(move |p| (p, source.f16_block(head, p)));
         packed.chain(plain)
     }
 
@@ -517,7 +517,7 @@ impl<'a> Keys<'a> {
         while let Some((position, (_, v))) = blocks.next() {
             let next = blocks.peek().map_or(v.as_ptr(), |b| b.1.1.as_ptr()).cast();
             // Tokens past the end have weight 0, but nobody promises that their bytes are numbers worth reading.
-            let tokens = F16_BLOCK_LEN.min(self.f16.end - position);
+            let tokens = BLOCK_LEN.min(self.f16.end - position);
             vectors.f16_values::<H>(&p[position - self.base()..], RANGE_LEN, &v[..tokens * d], d, out, next);
         }
     }

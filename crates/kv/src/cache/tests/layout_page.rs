@@ -4,7 +4,7 @@
 use crate::append::cpu::best;
 use crate::append::record::write_record_from_codes;
 use crate::append::rows::write_sink;
-use crate::cache::layout::{F16_BLOCK_LEN, F16Layout, RecordLayout};
+use crate::cache::layout::{BLOCK_LEN, PlainLayout, RecordLayout};
 use crate::quant::affine::Affine;
 use crate::{PackedScheme, Scheme};
 use half::f16;
@@ -81,7 +81,7 @@ fn bytes_of_f16_rows() {
     for row in rows {
         let [head, token, channel, d, sinks, at] = [2, 3, 4, 5, 6, 7].map(|i| number(&row[i]));
         let window = row[0] == "window";
-        let layout = F16Layout { head_dim: d, tokens: if window { F16_BLOCK_LEN } else { sinks } };
+        let layout = PlainLayout { head_dim: d, tokens: if window { BLOCK_LEN } else { sinks } };
         let mut words = vec![0u64; layout.block_bytes(2) / 8];
         let block: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
         let (mut k, mut v) = (vec![0.0; 2 * d], vec![0.0; 2 * d]);
