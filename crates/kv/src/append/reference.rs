@@ -2,9 +2,11 @@
 //! NOT here: anything fast.
 
 use super::record::{read_record, write_panels};
+use crate::RowFormat;
 use crate::cache::layout::{BLOCK_LEN, PlainLayout, RecordLayout};
+use crate::element::Element;
 use crate::quant::affine::{Affine, quantize};
-use half::f16;
+use half::{bf16, f16};
 
 /// See cpu/generic.rs: rows from `slot` of a block on.
 pub(crate) fn write_rows_plain(
@@ -15,12 +17,26 @@ pub(crate) fn write_rows_plain(
     k: &[f32],
     v: &[f32],
 ) {
+    match layout.format {
+        RowFormat::F16 => write_rows_of::<f16>(layout, block, slot, row_len, k, v),
+        RowFormat::Bf16 => write_rows_of::<bf16>(layout, block, slot, row_len, k, v),
+    }
+}
+
+fn write_rows_of<E: Element>(
+    layout: &PlainLayout,
+    block: &mut [u8],
+    slot: usize,
+    row_len: usize,
+    k: &[f32],
+    v: &[f32],
+) {
     let d = layout.head_dim;
     for (at, (&k, &v)) in k.iter().zip(v).enumerate() {
         let (slot, head, channel) = (slot + at / row_len, at % row_len / d, at % d);
-        let (k_out, v_out) = layout.head_mut(block, head);
-        k_out[channel * BLOCK_LEN + slot] = f16::from_f32(k);
-        v_out[slot * d + channel] = f16::from_f32(v);
+        let (k_out, v_out) = layout.head_mut::<E>(block, head);
+        k_out[channel * BLOCK_LEN + slot] = E::round(k);
+        v_out[slot * d + channel] = E::round(v);
     }
 }
 
