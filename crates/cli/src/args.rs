@@ -127,10 +127,10 @@ pub struct GenerateArgs {
     /// Model: a name (see `kvant pull`) or a path to a .gguf file
     #[arg(long, value_name = "MODEL", default_value = models::DEFAULT)]
     pub model: String,
-    /// How the cache stores tokens: a scheme or a scheme file [default: k4v4g64w128s4p512; f16 with --arm f16]
+    /// How the cache stores tokens: a scheme or a scheme file [default: k4v4g64w128s4p512; f16 or bf16 with that --arm]
     #[arg(long, value_name = "SCHEME")]
     pub kv: Option<String>,
-    /// Way to decode [default: fused, or f16 with --kv f16]
+    /// Way to decode [default: fused; f16 or bf16 with that --kv]
     #[arg(long, value_name = "ARM")]
     pub arm: Option<ArmName>,
     /// Prompt, or - to read it from stdin
@@ -210,6 +210,8 @@ fn parse_min_p(text: &str) -> Result<f32, String> {
 pub enum ArmName {
     /// Plain f16 cache
     F16,
+    /// Plain bf16 cache (not in `bench decode`, whose control is f16)
+    Bf16,
     /// Attention reads the packed codes
     Fused,
     /// Packed, dequantized once into an f16 copy
@@ -223,6 +225,7 @@ impl ArmName {
     pub fn arm(self) -> Arm {
         match self {
             Self::F16 => Arm::F16,
+            Self::Bf16 => Arm::Bf16,
             Self::Fused => Arm::Fused,
             Self::DequantOnce => Arm::DequantOnce,
             Self::DequantStep => Arm::DequantStep,
@@ -233,6 +236,7 @@ impl ArmName {
     pub fn name(self) -> &'static str {
         match self {
             Self::F16 => "f16",
+            Self::Bf16 => "bf16",
             Self::Fused => "fused",
             Self::DequantOnce => "dequant-once",
             Self::DequantStep => "dequant-step",

@@ -4,6 +4,7 @@
 use crate::args::Cli;
 use clap::CommandFactory;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
+use kvant_kv::RowFormat;
 use std::fmt;
 
 /// Exit code of anything the user can mend: a flag, a scheme, a file, a model, this machine.
@@ -112,7 +113,10 @@ impl From<kvant_kv::Error> for Failure {
         let hint = match &e {
             E::Scheme(_) => SCHEME_HINT,
             E::Unsupported { .. } => "`kvant info` lists the kernels and why each can or cannot run here",
-            E::NotFinite { .. } => "the model's weights or the prompt give keys or values that f16 cannot hold",
+            E::NotFinite { format: RowFormat::F16, value, .. } if value.is_finite() => {
+                "the model's weights or the prompt give keys or values that f16 cannot hold; `--kv bf16` reaches further"
+            }
+            E::NotFinite { .. } => "the model's weights or the prompt give keys or values that no cache can hold",
             E::OutOfMemory { .. } => "`kvant info --memory SIZE --len TOKENS` says what fits",
             E::Threads { .. } => "give --threads a number from 1 to the cores of this machine",
             _ => "`kvant info` shows what this build supports",
@@ -156,7 +160,7 @@ impl From<kvant_engine::Error> for Failure {
 }
 
 /// What a scheme looks like, for every message about one.
-pub const SCHEME_HINT: &str = "a scheme is f16 or like k4v4g64w128s4p512: key bits, value bits (2, 3, 4, 8), \
+pub const SCHEME_HINT: &str = "a scheme is f16, bf16 or like k4v4g64w128s4p512: key bits, value bits (2, 3, 4, 8), \
      group_len (32, 64, 128), then optionally window_len, sinks, page_len";
 
 #[cfg(test)]

@@ -59,27 +59,33 @@ fn load_under(bar: indicatif::ProgressBar, model: &Located, threads: usize) -> R
 /// # Errors
 /// [`Failure`] for an unknown scheme or file, and for an arm that does not go with the scheme.
 pub fn schemes_and_arm(kv: Option<&str>, arm: Option<ArmName>, layers: usize) -> Result<(Schemes, Arm)> {
-    let text = kv.unwrap_or(if arm == Some(ArmName::F16) { "f16" } else { crate::args::DEFAULT_SCHEME });
+    let text = kv.unwrap_or(match arm {
+        Some(arm @ (ArmName::F16 | ArmName::Bf16)) => arm.name(),
+        _ => crate::args::DEFAULT_SCHEME,
+    });
     let schemes = load_schemes(text, layers).map_err(Failure::from)?;
+    let all = |arm: Arm| schemes.layers().iter().all(|s| Arm::of(*s) == arm);
     let plain = schemes.layers().iter().all(|s| s.packed().is_none());
-    let arm = match (arm, plain) {
-        (None, true) => Arm::F16,
-        (None, false) => Arm::Fused,
-        (Some(ArmName::F16), false) => {
+    let arm = match arm {
+        None if all(Arm::F16) => Arm::F16,
+        None if all(Arm::Bf16) => Arm::Bf16,
+        // Fused reads every layer as it is stored, plain ones of both kinds among them.
+        None => Arm::Fused,
+        Some(name @ (ArmName::F16 | ArmName::Bf16)) if !all(name.arm()) => {
             return Err(Failure::input(
-                format!("--arm f16 keeps a plain f16 cache, so --kv {text} would have no effect"),
+                format!("--arm {0} keeps a plain {0} cache, so --kv {text} would have no effect", name.name()),
                 "leave one of the two out",
             )
             .into());
         }
-        (Some(arm), true) if arm != ArmName::F16 => {
+        Some(name @ (ArmName::Fused | ArmName::DequantOnce | ArmName::DequantStep)) if plain => {
             return Err(Failure::input(
-                format!("--arm {} needs a packed scheme, and --kv f16 packs nothing", arm.name()),
+                format!("--arm {} needs a packed scheme, and --kv {text} packs nothing", name.name()),
                 SCHEME_HINT,
             )
             .into());
         }
-        (Some(arm), _) => arm.arm(),
+        Some(name) => name.arm(),
     };
     Ok((schemes, arm))
 }
@@ -151,5 +157,22 @@ mod tests {
         assert!(pick(Some("k2v2g32"), Some(ArmName::F16)).is_err());
         assert!(pick(Some("f16"), Some(ArmName::Fused)).is_err());
         assert!(pick(Some("k9"), None).is_err());
+        assert_eq!(pick(Some("bf16"), None).unwrap(), ("bf16".into(), Arm::Bf16));
+        assert_eq!(pick(None, Some(ArmName::Bf16)).unwrap(), ("bf16".into(), Arm::Bf16));
+        for (kv, arm) in [("f16", ArmName::Bf16), ("bf16", ArmName::F16), ("k2v2g32", ArmName::Bf16)] {
+            let e = pick(Some(kv), Some(arm)).unwrap_err().to_string();
+            assert!(e.contains(&format!("keeps a plain {} cache, so --kv {kv} would", arm.name())), "{e}");
+        }
+        let e = pick(Some("bf16"), Some(ArmName::DequantStep)).unwrap_err().to_string();
+        assert!(e.contains("--kv bf16 packs nothing"), "{e}");
+    }
+
+    /// An arm that stores all layers alike must not be chosen for a file that says otherwise.
+    #[test]
+    fn a_file_of_both_plain_formats_is_stored_as_it_says() {
+        let file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
+        std::fs::write(file.path(), "default = \"f16\"\n[layers]\n1 = \"bf16\"\n").unwrap();
+        let (schemes, arm) = schemes_and_arm(file.path().to_str(), None, 2).unwrap();
+        assert_eq!((schemes.to_string().as_str(), arm), ("0:f16,1:bf16", Arm::Fused));
     }
 }

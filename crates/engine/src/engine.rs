@@ -95,7 +95,7 @@ pub struct EngineOptions {
     pub kernel: Option<String>,
     /// How attention reads the packed part.
     pub arm: Arm,
-    /// How each layer stores tokens. The `f16` arm stores everything as f16, whatever this says.
+    /// How each layer stores tokens. The arms `f16` and `bf16` store everything so, whatever this says.
     pub schemes: Schemes,
 }
 
@@ -202,7 +202,8 @@ impl Engine {
         self.loaded.model.products()
     }
 
-    /// How the cache stores each layer, asked from the cache itself: f16 under the `f16` arm, whatever the options said.
+    /// How the cache stores each layer, asked from the cache itself: f16 under the `f16` arm and bf16
+    /// under the `bf16` arm, whatever the options said.
     ///
     /// # Errors
     /// None in practice; those of the cache.

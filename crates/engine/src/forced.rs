@@ -5,8 +5,8 @@
 use crate::Error;
 use crate::engine::{Engine, check_tokens};
 use crate::scheduler::PREFILL_ROWS;
-use half::f16;
-use kvant_kv::{Rows, SeqId};
+use half::{bf16, f16};
+use kvant_kv::{RowFormat, Rows, SeqId};
 
 /// A text to be followed.
 #[derive(Debug, Clone, Copy)]
@@ -26,12 +26,13 @@ pub enum Feed {
     Prefill,
 }
 
-/// Keys and values as one pass stored them, rounded to f16 as every cache does first, call by call. Another pass over the
-/// same texts that stores these in place of its own differs in attention alone: without that, one key next to a rounding
+/// Keys and values as one pass stored them, rounded as its cache does first (to f16, of bf16 layers to bf16), call by call.
+/// Another pass over the same texts that stores these in place of its own differs in attention alone: without that, one key next to a rounding
 /// boundary would change what all later layers and tokens store (docs/decisions/0006-agreement-over-one-cache.md).
 #[derive(Debug, Default)]
 pub struct Tape {
-    stored: Vec<[Vec<f16>; 2]>,
+    /// Bits of K and V, and what they are.
+    stored: Vec<(RowFormat, [Vec<u16>; 2])>,
     /// Next call to play; None while recording.
     next: Option<usize>,
 }
@@ -39,7 +40,7 @@ pub struct Tape {
 impl Tape {
     /// Bytes of the tape for one token of a model.
     pub fn token_bytes(layers: usize, row_len: usize) -> usize {
-        layers * 2 * row_len * size_of::<f16>()
+        layers * 2 * row_len * size_of::<u16>()
     }
 
     /// From now on the tape plays, from its start.
@@ -47,14 +48,23 @@ impl Tape {
         self.next = Some(0);
     }
 
-    /// Notes the rows of one layer's call, or replaces them.
-    pub(crate) fn pass(&mut self, k: &mut [f32], v: &mut [f32]) {
+    /// Notes the rows of one layer's call as a cache of that format rounds them, or replaces them.
+    pub(crate) fn pass(&mut self, format: RowFormat, k: &mut [f32], v: &mut [f32]) {
+        let round = |&x: &f32| match format {
+            RowFormat::F16 => f16::from_f32(x).to_bits(),
+            RowFormat::Bf16 => bf16::from_f32(x).to_bits(),
+        };
+        let widen = |format: RowFormat, bits: u16| match format {
+            RowFormat::F16 => f16::from_bits(bits).to_f32(),
+            RowFormat::Bf16 => bf16::from_bits(bits).to_f32(),
+        };
         match &mut self.next {
-            None => self.stored.push([&*k, &*v].map(|x| x.iter().map(|&x| f16::from_f32(x)).collect())),
+            None => self.stored.push((format, [&*k, &*v].map(|x| x.iter().map(round).collect()))),
             Some(next) => {
-                for (rows, stored) in [k, v].into_iter().zip(&self.stored[*next]) {
+                let (format, stored) = &self.stored[*next];
+                for (rows, stored) in [k, v].into_iter().zip(stored) {
                     assert_eq!(rows.len(), stored.len(), "a tape plays to the texts that it recorded");
-                    rows.iter_mut().zip(stored).for_each(|(x, s)| *x = s.to_f32());
+                    rows.iter_mut().zip(stored).for_each(|(x, &bits)| *x = widen(*format, bits));
                 }
                 *next += 1;
             }

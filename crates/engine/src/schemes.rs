@@ -71,7 +71,7 @@ struct File {
     layers: BTreeMap<String, Spanned<String>>,
 }
 
-/// Reads a scheme (`k4v4g64w128s4p512`, `f16`) or, when the text ends in `.toml`, a scheme file.
+/// Reads a scheme (`k4v4g64w128s4p512`, `f16`, `bf16`) or, when the text ends in `.toml`, a scheme file.
 ///
 /// # Errors
 /// [`Error::Kv`] for an unknown scheme in place of a file, [`Error::Read`] and [`Error::SchemeFile`] for a file.
@@ -138,8 +138,8 @@ mod tests {
     fn schemes_print_as_one_or_as_runs_of_layers() {
         let text = |file: &str| Schemes::of_layers(parse_file(file, 5).unwrap()).to_string();
         assert_eq!(text("default = \"k4v4g64w0\"\n[layers]\n2 = \"k4v4g64s0\""), "k4v4g64");
-        let file = "default = \"k4v4g64\"\n[layers]\n0 = \"k8v8g64w128\"\n\"3-4\" = \"f16\"";
-        assert_eq!(text(file), "0:k8v8g64w128,1-2:k4v4g64,3-4:f16");
+        let file = "default = \"k4v4g64\"\n[layers]\n0 = \"k8v8g64w128\"\n3 = \"f16\"\n4 = \"bf16\"";
+        assert_eq!(text(file), "0:k8v8g64w128,1-2:k4v4g64,3:f16,4:bf16");
     }
 
     #[test]

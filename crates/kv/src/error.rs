@@ -1,6 +1,7 @@
 //! The one error type of this library. In: what went wrong; out: one clear sentence, with fields a caller can match on.
 //! NOT here: hints that name command-line flags (the program adds those).
 
+use crate::RowFormat;
 use crate::scheme::SchemeError;
 
 /// Everything that can go wrong at the border of an operation. Kernels cannot fail after these checks.
@@ -30,13 +31,15 @@ pub enum Error {
         /// The values there are, in words.
         supported: &'static str,
     },
-    /// NaN or infinity in K or V (after rounding to f16); nothing of the call was stored.
+    /// NaN or infinity in K or V (after rounding to the format of the layer's plain rows); nothing of the call was stored.
     #[error(
-        "{tensor} has a value that f16 cannot hold ({value}) at layer {layer}, head {head}, token {token}; nothing of the call was stored"
+        "{tensor} has a value that {format} cannot hold ({value}) at layer {layer}, head {head}, token {token}; nothing of the call was stored"
     )]
     NotFinite {
         /// `"K"` or `"V"`.
         tensor: &'static str,
+        /// What the layer's rows are rounded to.
+        format: RowFormat,
         /// Layer of the cache.
         layer: usize,
         /// kv head.

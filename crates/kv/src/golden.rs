@@ -76,7 +76,7 @@ impl<'a> Golden<'a> {
 fn each_kernel(mut f: impl FnMut(&str, Attention, f64, f64)) {
     for v in crate::attend::cpu::VARIANTS {
         match (v.available)() {
-            Ok(()) => f(v.name, Attention::new(2, Some(v.name)).unwrap(), v.packed_tolerance, v.f16_tolerance),
+            Ok(()) => f(v.name, Attention::new(2, Some(v.name)).unwrap(), v.packed_tolerance, v.plain_tolerance),
             Err(why) => println!("skipped {}: {why}", v.name),
         }
     }

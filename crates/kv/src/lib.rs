@@ -7,6 +7,7 @@ pub mod append;
 pub mod attend;
 pub mod cache;
 mod device;
+mod element;
 mod error;
 #[cfg(test)]
 mod golden;
@@ -16,6 +17,7 @@ pub mod shape;
 
 pub use attend::{AttendOptions, Attention};
 pub use cache::{Arm, Cache, CacheBytes, LayerConfig, Rows, SeqId};
+pub use element::RowFormat;
 pub use error::Error;
 pub use scheme::{PackedScheme, Scheme, SchemeError};
 pub use shape::LayerShape;

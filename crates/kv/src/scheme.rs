@@ -1,7 +1,8 @@
-//! Schemes: how a cache stores tokens. In: text such as `k4v2g64w128s4p512` or `f16`; out: a checked [`Scheme`],
+//! Schemes: how a cache stores tokens. In: text such as `k4v2g64w128s4p512`, `f16` or `bf16`; out: a checked [`Scheme`],
 //! its canonical text, its bits per element, and [`Scheme::edge`], the rule that decides which keys a query sees packed.
 //! NOT here: scheme files and presets (the engine reads those), byte offsets (cache/layout.rs).
 
+use crate::RowFormat;
 use std::fmt;
 use std::str::FromStr;
 
@@ -27,6 +28,8 @@ pub struct SchemeError {
 pub enum Scheme {
     /// Every token in f16: the control of every measurement.
     F16,
+    /// Every token in bf16: as large as f16, with the range of f32 and 8 bits of precision.
+    Bf16,
     /// Whole groups of tokens packed, the newest and the first ones in f16.
     Packed(PackedScheme),
 }
@@ -130,23 +133,23 @@ impl PackedScheme {
 const MAX_LEN: usize = 1 << 30;
 
 impl Scheme {
-    /// See [`PackedScheme::edge`]; 0 for f16 (nothing is ever packed).
+    /// See [`PackedScheme::edge`]; 0 for f16 and bf16 (nothing is ever packed).
     pub fn edge(&self, position: usize) -> usize {
         match self {
-            Scheme::F16 => 0,
+            Scheme::F16 | Scheme::Bf16 => 0,
             Scheme::Packed(p) => p.edge(position),
         }
     }
 
-    /// First position a cache of `len` tokens keeps in f16 behind its packed groups: `edge(len-1)`, 0 when empty.
+    /// First position a cache of `len` tokens keeps plain behind its packed groups: `edge(len-1)`, 0 when empty.
     pub fn packed_len(&self, len: usize) -> usize {
         len.checked_sub(1).map_or(0, |newest| self.edge(newest))
     }
 
-    /// Effective bits of one packed element (16 for f16).
+    /// Effective bits of one packed element (16 for f16 and bf16).
     pub fn bits_per_element(&self, head_dim: usize) -> f64 {
         match self {
-            Scheme::F16 => 16.0,
+            Scheme::F16 | Scheme::Bf16 => 16.0,
             Scheme::Packed(p) => p.bits_per_element(head_dim),
         }
     }
@@ -154,8 +157,16 @@ impl Scheme {
     /// The packed scheme, when it is one.
     pub fn packed(&self) -> Option<&PackedScheme> {
         match self {
-            Scheme::F16 => None,
+            Scheme::F16 | Scheme::Bf16 => None,
             Scheme::Packed(p) => Some(p),
+        }
+    }
+
+    /// What its plain rows are made of: all of them, or window and sinks of a packed scheme, which are f16.
+    pub fn row_format(&self) -> RowFormat {
+        match self {
+            Scheme::Bf16 => RowFormat::Bf16,
+            Scheme::F16 | Scheme::Packed(_) => RowFormat::F16,
         }
     }
 }
@@ -176,6 +187,7 @@ impl fmt::Display for Scheme {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Scheme::F16 => f.write_str("f16"),
+            Scheme::Bf16 => f.write_str("bf16"),
             Scheme::Packed(p) => p.fmt(f),
         }
     }
@@ -184,10 +196,12 @@ impl fmt::Display for Scheme {
 impl FromStr for Scheme {
     type Err = SchemeError;
 
-    /// Parses `f16` or `k<bits>v<bits>g<tokens>[w<tokens>][s<tokens>][p<tokens>]`, parts in that order.
+    /// Parses `f16`, `bf16` or `k<bits>v<bits>g<tokens>[w<tokens>][s<tokens>][p<tokens>]`, parts in that order.
     fn from_str(text: &str) -> Result<Self, SchemeError> {
-        if text == "f16" {
-            return Ok(Scheme::F16);
+        match text {
+            "f16" => return Ok(Scheme::F16),
+            "bf16" => return Ok(Scheme::Bf16),
+            _ => {}
         }
         let no = |why: String| SchemeError { text: text.to_string(), why };
         let mut rest = text;
@@ -220,7 +234,7 @@ mod tests {
 
     #[test]
     fn text_round_trips_and_leaves_zero_parts_out() {
-        for text in ["f16", "k4v2g64", "k4v2g64w128s4p512", "k8v8g32s16", "k2v3g128p1024"] {
+        for text in ["f16", "bf16", "k4v2g64", "k4v2g64w128s4p512", "k8v8g32s16", "k2v3g128p1024"] {
             assert_eq!(text.parse::<Scheme>().unwrap().to_string(), text);
         }
         assert_eq!("k4v4g64w0s0p0".parse::<Scheme>().unwrap().to_string(), "k4v4g64");
@@ -240,6 +254,8 @@ mod tests {
             ("k99999999999999999999v4g64", "number after `k`"),
             ("", "`k`"),
             ("F16", "`k`"),
+            ("BF16", "`k`"),
+            ("bf16w128", "`k`"),
             ("k4v4g64w99999999999", "at most"),
         ] {
             let e = text.parse::<Scheme>().unwrap_err();
@@ -251,7 +267,7 @@ mod tests {
     #[test]
     fn bits_per_element_count_scale_and_zero() {
         let bits = |s: &str, d| s.parse::<Scheme>().unwrap().bits_per_element(d);
-        assert_eq!(bits("f16", 64), 16.0);
+        assert_eq!((bits("f16", 64), bits("bf16", 80)), (16.0, 16.0));
         assert_eq!(bits("k4v4g64", 128), 4.5);
         assert_eq!(bits("k2v2g32", 64), 3.0);
         // head_dim 80, group 64: value groups of 64 and 16 channels.
@@ -267,5 +283,6 @@ mod tests {
         );
         assert_eq!(s.packed_len(0), 0);
         assert_eq!(s.packed_len(129), 128);
+        assert_eq!((Scheme::F16.packed_len(129), Scheme::Bf16.packed_len(129)), (0, 0));
     }
 }

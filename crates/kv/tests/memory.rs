@@ -24,9 +24,13 @@ fn process_memory_is_what_the_cache_says_it_holds() {
     let row = |i: usize| ((i * 7919 % 1000) as f32 - 500.0) / 250.0;
     let rows: Vec<f32> = (0..TOKENS * shape.row_len()).map(row).collect();
     // A prompt in chunks, and in one call: whatever the call needs beside the cache must be gone after it.
-    for (scheme, chunk) in
-        [("k4v4g64w128s4p512", 512), ("k4v4g64w128s4p512", TOKENS), ("k2v2g32w128", TOKENS), ("f16", TOKENS)]
-    {
+    for (scheme, chunk) in [
+        ("k4v4g64w128s4p512", 512),
+        ("k4v4g64w128s4p512", TOKENS),
+        ("k2v2g32w128", TOKENS),
+        ("f16", TOKENS),
+        ("bf16", TOKENS),
+    ] {
         let layer = LayerConfig { shape, scheme: scheme.parse().unwrap() };
         let before = resident_bytes();
         let mut cache = Cache::new(&[layer; LAYERS], Arm::Fused).unwrap();

@@ -46,7 +46,7 @@ impl Cost {
         let first_edge = scheme.packed_len((kv_len + 1).saturating_sub(rows.max(1)).min(kv_len));
         let token_bytes = 2 * d * F16_BYTES;
         let (packed, sinks) = match scheme {
-            Scheme::F16 => (0, 0),
+            Scheme::F16 | Scheme::Bf16 => (0, 0),
             Scheme::Packed(p) => {
                 let g = p.group_len();
                 let k = d * PARAMS_BYTES + g * d * p.k_bits() as usize / 8;

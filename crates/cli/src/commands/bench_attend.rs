@@ -97,7 +97,7 @@ pub fn measure(args: &AttendArgs) -> Result<Report> {
         .collect::<Result<Vec<_>>>()?;
     for (subject, error) in subjects.iter().zip(&errors) {
         // Asked this way round, NaN fails too.
-        let tolerance = attention.borrow().tolerance(subject.scheme != Scheme::F16);
+        let tolerance = attention.borrow().tolerance(subject.scheme.packed().is_some());
         let holds = *error <= tolerance;
         if !holds {
             return Err(Failure::proof(
@@ -181,7 +181,7 @@ fn needed_bytes(schemes: &[Scheme], shape: LayerShape, batch: usize, kv_len: usi
     let outputs = sequences * (shape.q_heads * shape.head_dim * size_of::<f32>()) as f64 * (schemes.len() + 4) as f64;
     let (mut caches, mut largest) = (0.0, 0.0f64);
     for &scheme in schemes {
-        // No scheme takes more than f16. Where even one sequence of that is beyond 64 bits, its exact bytes are no matter.
+        // No scheme takes more than f16 (and bf16). Where even one sequence of that is beyond 64 bits, its exact bytes are no matter.
         let bound = token * 2.0 * (kv_len as f64 + 2.0 * shape.head_dim as f64);
         let (read, held) = if bound < (1u64 << 60) as f64 {
             (Cost::of(shape, scheme, kv_len).bytes() as f64, resident_bytes(shape, scheme, kv_len) as f64)

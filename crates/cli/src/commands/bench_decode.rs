@@ -59,7 +59,7 @@ pub fn run(args: &DecodeArgs) -> Result<()> {
     if let Some(batch) = args.batch.iter().find(|b| **b > MAX_BATCH) {
         return Err(Failure::input(format!("--batch {batch} is over {MAX_BATCH}"), "take fewer requests").into());
     }
-    check_list("--arms", &args.arms.iter().map(|a| a.name()).collect::<Vec<_>>())?;
+    check_arms(&args.arms)?;
     let model = session::locate(&args.model)?;
     check_lengths(&scheme, args.prompt_len, args.steps, model.config.context)?;
     if args.arm_process {
@@ -72,8 +72,22 @@ pub fn run(args: &DecodeArgs) -> Result<()> {
 fn packed_scheme(text: &str) -> Result<PackedScheme, Failure> {
     match text.parse()? {
         Scheme::Packed(packed) => Ok(packed),
-        Scheme::F16 => Err(Failure::input("--kv f16 packs nothing; the f16 arm is always f16", SCHEME_HINT)),
+        plain @ (Scheme::F16 | Scheme::Bf16) => {
+            Err(Failure::input(format!("--kv {plain} packs nothing; the f16 arm is always f16"), SCHEME_HINT))
+        }
     }
+}
+
+/// bf16 is another control than the one that every arm is compared with.
+fn check_arms(arms: &[ArmName]) -> Result<(), Failure> {
+    check_list("--arms", &arms.iter().map(|a| a.name()).collect::<Vec<_>>())?;
+    if arms.contains(&ArmName::Bf16) {
+        return Err(Failure::input(
+            "--arms has bf16, and this bench has one control, the f16 arm",
+            "`kvant bench attend --kv f16,bf16` times both controls, `kvant generate --kv bf16` decodes over bf16",
+        ));
+    }
+    Ok(())
 }
 
 fn check_list<T: Ord + std::fmt::Display>(flag: &str, values: &[T]) -> Result<(), Failure> {
@@ -280,5 +294,8 @@ mod tests {
         assert!(check_list("--batch", &[1, 4]).is_ok());
         assert!(check_list("--batch", &[4, 4]).unwrap_err().what.contains("--batch has 4 twice"));
         assert!(packed_scheme("f16").is_err());
+        assert!(packed_scheme("bf16").unwrap_err().what.contains("--kv bf16 packs nothing"));
+        assert!(check_arms(&[ArmName::F16, ArmName::Fused]).is_ok());
+        assert!(check_arms(&[ArmName::F16, ArmName::Bf16]).unwrap_err().what.contains("one control"));
     }
 }

@@ -97,7 +97,7 @@ fn gather(args: &InfoArgs) -> Result<Info> {
         )
         .into());
     }
-    // In floating point, as the product may be beyond 64 bits. Nothing is larger than f16.
+    // In floating point, as the product may be beyond 64 bits. Nothing is larger than f16 (and bf16).
     let largest = layers as f64 * 4.0 * shape.row_len() as f64 * (kv_len + shape.head_dim) as f64;
     if largest > (1u64 << 60) as f64 {
         return Err(Failure::input(

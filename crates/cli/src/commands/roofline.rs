@@ -7,6 +7,7 @@ use crate::failure::Failure;
 use crate::table::{Align, Table};
 use crate::{output, progress, rss, shape_text};
 use anyhow::Result;
+use kvant_kv::Scheme;
 use kvant_roofline::report::{self, Op, SweepPoint, bytes, time};
 use kvant_roofline::verdict::Bound;
 use kvant_roofline::{Report, Settings, SurveyError, survey, timer};
@@ -50,6 +51,12 @@ fn settings(args: &RooflineArgs) -> Result<Settings, Failure> {
     let [q, kv, d] = shape_text::parts(&args.shape, ["q", "kv", "d"], "q=32,kv=8,d=128")?;
     let shape = shape_text::layer_shape(q, kv, d)?;
     let schemes = shape_text::schemes(&args.kv)?;
+    if schemes.contains(&Scheme::Bf16) {
+        return Err(Failure::input(
+            "the roofline judges f16 and packed schemes only, not bf16",
+            "take f16, which moves the same bytes; `kvant bench attend --kv f16,bf16` times both",
+        ));
+    }
     if !args.quick {
         // The longest request: every scheme's copies at once.
         let f16 = 4.0 * shape.row_len() as f64 * LONGEST;
@@ -223,7 +230,6 @@ pub const DEFAULT_SCHEMES: &str = "f16,k8v8g64,k4v4g64,k3v3g64,k2v2g64";
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvant_kv::Scheme;
 
     #[test]
     fn the_default_schemes_are_schemes_with_the_control_among_them() {

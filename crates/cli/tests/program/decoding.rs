@@ -127,15 +127,17 @@ fn the_scheme_reported_is_what_the_live_cache_holds() {
         fs::write(&path, text).unwrap();
         path.to_str().unwrap().to_string()
     };
-    let mixed = write("mixed.toml", "default = \"k4v4g32w32s4p0\"\n[layers]\n0 = \"k8v8g64w0\"\n\"28-29\" = \"f16\"\n");
+    let mixed =
+        write("mixed.toml", "default = \"k4v4g32w32s4p0\"\n[layers]\n0 = \"k8v8g64w0\"\n28 = \"f16\"\n29 = \"bf16\"\n");
     let same = write("same.toml", "default = \"k3v2g32\"\n[layers]\n7 = \"k3v2g32w0\"\n");
     let shape = LayerShape::new(9, 3, 64).unwrap();
     let prompt = "The sea was calm and the lamp burned well that night. ".repeat(30);
     for (kv, arm, reported) in [
-        (mixed.as_str(), "fused", "0:k8v8g64,1-27:k4v4g32w32s4,28-29:f16"),
+        (mixed.as_str(), "fused", "0:k8v8g64,1-27:k4v4g32w32s4,28:f16,29:bf16"),
         (&same, "dequant-step", "k3v2g32"),
         ("k2v2g32w0s0p0", "fused", "k2v2g32"),
         ("f16", "f16", "f16"),
+        ("bf16", "bf16", "bf16"),
     ] {
         let out = json(&["generate", "--prompt", &prompt, "--max-tokens", "6", "--kv", kv, "--arm", arm]);
         let cache = &out["cache"];
@@ -156,14 +158,20 @@ fn the_scheme_reported_is_what_the_live_cache_holds() {
 #[test]
 fn the_live_cache_is_packed_and_attention_reads_it_so() {
     let long = "The sea was calm and the lamp burned well that night. ".repeat(30);
-    for kv in ["f16", "k4v4g64w128s4p512", "k2v2g32"] {
+    for kv in ["f16", "bf16", "k4v4g64w128s4p512", "k2v2g32"] {
+        let packs = kv.starts_with('k');
         let out = json(&["generate", "--prompt", long.trim_end(), "--max-tokens", "12", "--kv", kv]);
         let cache = &out["cache"];
-        assert_eq!(cache["packed_bytes"].as_u64().unwrap() > 0, kv != "f16", "{kv}: {cache}");
+        assert_eq!(cache["packed_bytes"].as_u64().unwrap() > 0, packs, "{kv}: {cache}");
         let held = cache["packed_bytes"].as_u64().unwrap() + cache["window_bytes"].as_u64().unwrap();
         assert!(kv != "k2v2g32" || held * 2 < cache["f16_bytes_equivalent"].as_u64().unwrap(), "{cache}");
         let routes = out["routes"].as_object().unwrap();
-        assert_eq!(routes.keys().any(|r| r.ends_with(":packed")), kv != "f16", "{routes:?}");
+        assert_eq!(routes.keys().any(|r| r.ends_with(":packed")), packs, "{routes:?}");
+        if !packs {
+            assert!(routes.keys().all(|r| r.ends_with(&format!(":{kv}"))), "{routes:?}");
+            assert_eq!((&out["arm"], &cache["scheme"]), (&kv.into(), &kv.into()));
+            assert_eq!(cache["window_bytes"], cache["f16_resident_bytes"], "bf16 is as large as f16");
+        }
     }
 }
 
@@ -207,7 +215,7 @@ fn a_reader_that_goes_away_ends_the_program_quietly() {
 
 #[test]
 fn info_says_what_fits() {
-    let out = json(&["info", "--memory", "1GiB", "--len", "2000", "--kv", "f16,k4v4g64w128,k2v2g32w128"]);
+    let out = json(&["info", "--memory", "1GiB", "--len", "2000", "--kv", "f16,bf16,k4v4g64w128,k2v2g32w128"]);
     insta::assert_json_snapshot!(out["fits"]);
     assert!(out["kernels"].as_array().unwrap().iter().any(|k| k["name"] == "portable" && k["available"] == true));
     for table in ["kernels", "products"] {
@@ -235,7 +243,7 @@ fn bench_attend_prints_rows_of_the_contract() {
         "--shape",
         "b=2,q=4,kv=2,d=64,s=300",
         "--kv",
-        "f16,k4v4g64w0,k2v3g32w64s4",
+        "f16,bf16,k4v4g64w0,k2v3g32w64s4",
         "--hot",
         "--rounds",
         "3",
@@ -243,12 +251,17 @@ fn bench_attend_prints_rows_of_the_contract() {
     insta::assert_json_snapshot!(shape(&out));
     let rows = out["rows"].as_array().unwrap();
     let schemes: Vec<_> = rows.iter().map(|r| r["scheme"].as_str().unwrap()).collect();
-    assert_eq!(schemes, ["f16", "k4v4g64", "k2v3g32w64s4"], "canonical text, in the order asked for");
+    assert_eq!(schemes, ["f16", "bf16", "k4v4g64", "k2v3g32w64s4"], "canonical text, in the order asked for");
     for row in rows {
         assert!(row["rel_err"].as_f64().unwrap() <= 3e-3, "{row}");
         assert!(row["min_ns"].as_u64().unwrap() <= row["median_ns"].as_u64().unwrap());
     }
     assert_eq!(rows[0]["bytes"], 2 * 300 * 2 * 64 * 2 * 2);
+    assert_eq!(rows[1]["bytes"], rows[0]["bytes"]);
+    assert!(rows[1]["rel_err"].as_f64().unwrap() <= 1e-4, "bf16 is attended in f32: {}", rows[1]);
+    assert_eq!(rows[0]["vs_f16"], 1.0);
+    let ratio = rows[0]["median_ns"].as_f64().unwrap() / rows[1]["median_ns"].as_f64().unwrap();
+    assert!((rows[1]["vs_f16"].as_f64().unwrap() - ratio).abs() < 1e-9, "{}", rows[1]);
 }
 
 #[test]

@@ -169,7 +169,7 @@ impl Model {
             rotate(&rotation, q, shape.q_heads * shape.head_dim);
             rotate(&rotation, k, shape.row_len());
             if let Some(tape) = &mut tape {
-                tape.pass(k, v);
+                tape.pass(cache.layer_config(i)?.scheme.row_format(), k, v);
             }
             attention::attend_step(cache, attention, i, step.batch, shape.head_dim, (q, k, v), &mut buffers.attended)?;
             if i == last {

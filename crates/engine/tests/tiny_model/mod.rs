@@ -159,6 +159,11 @@ impl Parts {
 
 /// Logits of every position by a plain f64 forward pass; K and V are rounded to f16 as the cache does.
 pub fn reference(tiny: &Tiny, parts: &Parts, tokens: &[u32]) -> Vec<Vec<f64>> {
+    reference_rounding(tiny, parts, tokens, |x| half::f16::from_f64(x).to_f64())
+}
+
+/// The same with another rounding of K and V.
+pub fn reference_rounding(tiny: &Tiny, parts: &Parts, tokens: &[u32], round: fn(f64) -> f64) -> Vec<Vec<f64>> {
     let weights = |name: &str| -> Vec<f64> { parts.values(name).into_iter().map(f64::from).collect() };
     let product = |w: &[f64], x: &[f64]| -> Vec<f64> {
         w.chunks_exact(x.len()).map(|w| w.iter().zip(x).map(|(w, x)| w * x).sum()).collect()
@@ -177,7 +182,7 @@ pub fn reference(tiny: &Tiny, parts: &Parts, tokens: &[u32]) -> Vec<Vec<f64>> {
             }
         }
     };
-    let half = |row: Vec<f64>| -> Vec<f64> { row.iter().map(|&x| half::f16::from_f64(x).to_f64()).collect() };
+    let stored = |row: Vec<f64>| -> Vec<f64> { row.into_iter().map(round).collect() };
     let embedding = weights("token_embd.weight");
     let mut stream: Vec<Vec<f64>> =
         tokens.iter().map(|&t| embedding[t as usize * tiny.hidden..][..tiny.hidden].to_vec()).collect();
@@ -191,8 +196,8 @@ pub fn reference(tiny: &Tiny, parts: &Parts, tokens: &[u32]) -> Vec<Vec<f64>> {
             let (mut q, mut k) = (product(&wq, &normed), product(&wk, &normed));
             turn(&mut q, position);
             turn(&mut k, position);
-            keys.push(half(k));
-            values.push(half(product(&wv, &normed)));
+            keys.push(stored(k));
+            values.push(stored(product(&wv, &normed)));
             let mut attended = vec![];
             for (h, q) in q.chunks_exact(tiny.head_dim).enumerate() {
                 let at = h / (tiny.q_heads / tiny.kv_heads) * tiny.head_dim;

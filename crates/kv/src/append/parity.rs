@@ -5,8 +5,8 @@
 
 use super::cpu::{Dequantize, VARIANTS, Variant};
 use super::reference::{dequantize_plain, write_record_plain, write_rows_plain};
-use crate::LayerShape;
-use crate::cache::layout::{F16_BLOCK_LEN, F16Layout, RecordLayout};
+use crate::cache::layout::{BLOCK_LEN, PlainLayout, RecordLayout};
+use crate::{LayerShape, RowFormat};
 use half::f16;
 
 /// The variants that run here.
@@ -101,9 +101,9 @@ fn records() {
                 let layout = RecordLayout::from_parts(head_dim, group_len, k_bits, v_bits);
                 for (i, data) in DATA.into_iter().enumerate() {
                     let mut random = Random(0x9E37_79B9 + (head_dim * 1000 + group_len * 10 + at) as u64);
-                    let n = F16_BLOCK_LEN * head_dim;
+                    let n = BLOCK_LEN * head_dim;
                     let mut tensor = || -> Vec<f16> { (0..n).map(|_| number(data, &mut random)).collect() };
-                    let blocks: Vec<_> = (0..group_len / F16_BLOCK_LEN).map(|_| (tensor(), tensor())).collect();
+                    let blocks: Vec<_> = (0..group_len / BLOCK_LEN).map(|_| (tensor(), tensor())).collect();
                     let blocks: Vec<_> = blocks.iter().map(|(k, v)| (&k[..], &v[..])).collect();
                     for sinks in [0, [1, 4, 15, 16][i % 4]] {
                         let mut want = vec![0; layout.record_bytes];
@@ -141,19 +141,22 @@ fn rows() {
     let mut random = Random(77);
     for (kv_heads, head_dim) in [(1, 64), (2, 80), (3, 96), (2, 128), (1, 256)] {
         let shape = LayerShape::new(kv_heads, kv_heads, head_dim).unwrap();
-        let (layout, row_len) = (F16Layout::block(&shape), shape.row_len());
-        for slot in 0..F16_BLOCK_LEN {
-            for rows in [1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32] {
-                if slot + rows > F16_BLOCK_LEN {
-                    continue;
-                }
-                // Ties between two f16, subnormals and the largest included.
-                let mut number = |i: usize| match i % 5 {
-                    0 => random.uniform() * 70.0,
-                    1 => number(Data::AnyBits, &mut random).to_f32(),
-                    2 => random.uniform() * 2f32.powi(-20),
-                    3 => (random.uniform() * 4096.0).round() + 0.5,
-                    _ => 65519f32.copysign(random.uniform()),
+        let row_len = shape.row_len();
+        let places = (0..BLOCK_LEN).flat_map(|slot| [1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32].map(|rows| (slot, rows)));
+        for (slot, rows) in places.filter(|(slot, rows)| slot + rows <= BLOCK_LEN) {
+            for format in [RowFormat::F16, RowFormat::Bf16] {
+                let layout = PlainLayout::block(&shape, format);
+                let largest = format.refused_from().next_down();
+                // Ties between two numbers of either format, subnormals and the largest included.
+                let mut number = |i: usize| match (i % 6, format) {
+                    (0, _) => random.uniform() * 70.0,
+                    (1, RowFormat::F16) => number(Data::AnyBits, &mut random).to_f32(),
+                    (1, RowFormat::Bf16) => f32::from_bits(random.bits() as u32 & 0xbfff_ffff),
+                    (2, RowFormat::F16) => random.uniform() * 2f32.powi(-20),
+                    (2, RowFormat::Bf16) => random.uniform() * 2f32.powi(-126),
+                    (3, _) => (random.uniform() * 4096.0).round() + 0.5,
+                    (4, _) => f32::from_bits((random.bits() as u32 & 0x87ff_0000 | 0x3800_0000) + 0x8000),
+                    _ => largest.copysign(random.uniform()),
                 };
                 let k: Vec<f32> = (0..rows * row_len).map(&mut number).collect();
                 let v: Vec<f32> = (0..rows * row_len).map(&mut number).collect();
@@ -165,7 +168,7 @@ fn rows() {
                 for variant in &variants {
                     got.copy_from_slice(&held);
                     (variant.write_rows)(&layout, bytemuck::cast_slice_mut(&mut got), slot, row_len, &k, &v);
-                    assert!(got == want, "{}: {rows} rows of {kv_heads} x {head_dim} at {slot}", variant.name);
+                    assert!(got == want, "{}: {rows} {format} rows of {kv_heads} x {head_dim} at {slot}", variant.name);
                 }
             }
         }
@@ -175,14 +178,15 @@ fn rows() {
 /// The check sees every place of a row, and nothing else is refused.
 #[test]
 fn finite() {
-    for variant in variants() {
+    for (variant, format) in variants().into_iter().flat_map(|v| [RowFormat::F16, RowFormat::Bf16].map(|f| (v, f))) {
+        let limit = format.refused_from();
         for len in [0, 1, 15, 16, 17, 63, 64, 65, 200] {
-            let mut x: Vec<f32> = (0..len).map(|i| if i % 2 == 0 { 65519.99 } else { -65504.0 }).collect();
-            assert!((variant.finite)(&x), "{}, {len}", variant.name);
+            let mut x: Vec<f32> = (0..len).map(|i| if i % 2 == 0 { limit.next_down() } else { -65504.0 }).collect();
+            assert!((variant.finite)(&x, format), "{} {format}, {len}", variant.name);
             for i in 0..len {
-                for bad in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 65520.0, -65520.0, f32::MAX] {
+                for bad in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY, limit, -limit, f32::MAX] {
                     let good = std::mem::replace(&mut x[i], bad);
-                    assert!(!(variant.finite)(&x), "{}: {bad} at {i} of {len}", variant.name);
+                    assert!(!(variant.finite)(&x, format), "{} {format}: {bad} at {i} of {len}", variant.name);
                     x[i] = good;
                 }
             }

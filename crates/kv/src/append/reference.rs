@@ -2,13 +2,29 @@
 //! NOT here: anything fast.
 
 use super::record::{read_record, write_panels};
-use crate::cache::layout::{F16_BLOCK_LEN, F16Layout, RecordLayout};
+use crate::RowFormat;
+use crate::cache::layout::{BLOCK_LEN, PlainLayout, RecordLayout};
+use crate::element::Element;
 use crate::quant::affine::{Affine, quantize};
-use half::f16;
+use half::{bf16, f16};
 
 /// See cpu/generic.rs: rows from `slot` of a block on.
 pub(crate) fn write_rows_plain(
-    layout: &F16Layout,
+    layout: &PlainLayout,
+    block: &mut [u8],
+    slot: usize,
+    row_len: usize,
+    k: &[f32],
+    v: &[f32],
+) {
+    match layout.format {
+        RowFormat::F16 => write_rows_of::<f16>(layout, block, slot, row_len, k, v),
+        RowFormat::Bf16 => write_rows_of::<bf16>(layout, block, slot, row_len, k, v),
+    }
+}
+
+fn write_rows_of<E: Element>(
+    layout: &PlainLayout,
     block: &mut [u8],
     slot: usize,
     row_len: usize,
@@ -18,9 +34,9 @@ pub(crate) fn write_rows_plain(
     let d = layout.head_dim;
     for (at, (&k, &v)) in k.iter().zip(v).enumerate() {
         let (slot, head, channel) = (slot + at / row_len, at % row_len / d, at % d);
-        let (k_out, v_out) = layout.head_mut(block, head);
-        k_out[channel * F16_BLOCK_LEN + slot] = f16::from_f32(k);
-        v_out[slot * d + channel] = f16::from_f32(v);
+        let (k_out, v_out) = layout.head_mut::<E>(block, head);
+        k_out[channel * BLOCK_LEN + slot] = E::round(k);
+        v_out[slot * d + channel] = E::round(v);
     }
 }
 
@@ -29,13 +45,13 @@ pub(crate) fn write_record_plain(layout: &RecordLayout, blocks: &[(&[f16], &[f16
     let (d, g) = (layout.head_dim, layout.group_len);
     let mut codes = vec![0; g * d];
     for (channel, codes) in codes.chunks_exact_mut(g).enumerate() {
-        let row = |block: &(&[f16], _)| block.0[channel * F16_BLOCK_LEN..][..F16_BLOCK_LEN].to_vec();
+        let row = |block: &(&[f16], _)| block.0[channel * BLOCK_LEN..][..BLOCK_LEN].to_vec();
         let values: Vec<f32> = blocks.iter().flat_map(row).map(f16::to_f32).collect();
         layout.set_k_params(record, channel, quantize(&values, sinks, layout.k_bits, codes));
     }
     write_panels(layout.k_bits, layout.k_panels(), d, &codes, g, record);
     for (token, codes) in codes.chunks_exact_mut(d).enumerate() {
-        let row = &blocks[token / F16_BLOCK_LEN].1[token % F16_BLOCK_LEN * d..][..d];
+        let row = &blocks[token / BLOCK_LEN].1[token % BLOCK_LEN * d..][..d];
         let values: Vec<f32> = row.iter().map(|x| x.to_f32()).collect();
         for group in 0..layout.v_groups() {
             let channels = layout.v_channels(group);
@@ -58,9 +74,9 @@ pub(crate) fn dequantize_plain(layout: &RecordLayout, record: &[u8], blocks: &mu
     let round = |x: f32| f16::from_f32(x.clamp(-largest, largest));
     let (k, v) = read_record(layout, record);
     for (block, (k_out, v_out)) in blocks.iter_mut().enumerate() {
-        for i in 0..F16_BLOCK_LEN * d {
-            k_out[i] = round(k[i / F16_BLOCK_LEN * g + block * F16_BLOCK_LEN + i % F16_BLOCK_LEN]);
-            v_out[i] = round(v[block * F16_BLOCK_LEN * d + i]);
+        for i in 0..BLOCK_LEN * d {
+            k_out[i] = round(k[i / BLOCK_LEN * g + block * BLOCK_LEN + i % BLOCK_LEN]);
+            v_out[i] = round(v[block * BLOCK_LEN * d + i]);
         }
     }
 }

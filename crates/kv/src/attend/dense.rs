@@ -10,8 +10,8 @@ use crate::append::record::write_record_from_codes;
 use crate::cache::layout::RecordLayout;
 use crate::quant::affine::Affine;
 use crate::scheme::{BITS, GROUP_LENS};
-use crate::{Error, LayerShape};
-use half::f16;
+use crate::{Error, LayerShape, RowFormat};
+use half::{bf16, f16};
 
 /// Codes and parameters of K and V over leading `layers` and `batch` axes.
 ///
@@ -120,6 +120,10 @@ impl Source for DenseSource<'_> {
         unreachable!("every position of a dense cache is packed")
     }
 
+    fn bf16_block(&self, _: usize, _: usize) -> (&[bf16], &[bf16]) {
+        unreachable!("every position of a dense cache is packed")
+    }
+
     fn dequantized_block(&self, _: usize, _: usize) -> (&[f16], &[f16]) {
         unreachable!("records are always read directly")
     }
@@ -155,6 +159,7 @@ impl Attention {
         let problem = |(i, source)| Problem {
             source,
             shape: kv.shape,
+            format: RowFormat::F16,
             records: Some(&kv.layout),
             sinks: 0,
             edge: &|position| position + 1,

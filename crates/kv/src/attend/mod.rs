@@ -17,12 +17,12 @@ mod threads;
 mod parity;
 
 use crate::append::record::dequantize_record;
-use crate::cache::layout::{F16_BLOCK_LEN, F16Layout};
+use crate::cache::layout::{BLOCK_LEN, PlainLayout};
 use crate::cache::store::SeqView;
-use crate::{Arm, Cache, Error, Rows};
+use crate::{Arm, Cache, Error, Rows, Scheme};
 use cpu::generic::Source;
 use cpu::{VARIANTS, Variant};
-use half::f16;
+use half::{bf16, f16};
 use plan::Problem;
 #[doc(hidden)]
 pub use plan::Split;
@@ -81,7 +81,7 @@ impl Attention {
     /// Attends the newest `rows` tokens of each batch entry (already appended to `layer`) over everything they see.
     ///
     /// Shapes: `q`, `out`: f32 `[sum of rows][q_heads][head_dim]`.
-    /// Accuracy: against [`reference::attend_cache_f64`], relative L2 error 1e-4 for f32 kernels and f16 rows, 3e-3 for
+    /// Accuracy: against [`reference::attend_cache_f64`], relative L2 error 1e-4 for f32 kernels and plain rows, 3e-3 for
     /// `avx512-vnni` over packed records (its multipliers have 15 bits).
     /// Exactness: a row's result depends on neither the other rows, the batch, nor the threads.
     ///
@@ -149,6 +149,7 @@ impl Attention {
             problems.push(Problem {
                 source,
                 shape,
+                format: view.spec.plain.format,
                 records: view.spec.record.as_ref().filter(|_| cache.arm() == Arm::Fused),
                 sinks: view.spec.sinks.tokens,
                 edge: &edges[i],
@@ -169,9 +170,13 @@ impl Attention {
             (true, false) => Some("dequant-once"),
             (false, _) => None,
         };
-        let unpacked = if cache.arm() == Arm::F16 { "f16" } else { "window-only" };
+        let unpacked = |v: &SeqView<'_>| match v.spec.scheme {
+            Scheme::Bf16 => "bf16",
+            Scheme::F16 if cache.arm() == Arm::F16 => "f16",
+            Scheme::F16 | Scheme::Packed(_) => "window-only",
+        };
         for (layer, problems) in views.chunks(batch.len()).zip(problems.chunks(batch.len())) {
-            let path = problems.iter().zip(layer).find_map(|(p, v)| read(p, v)).unwrap_or(unpacked);
+            let path = problems.iter().zip(layer).find_map(|(p, v)| read(p, v)).unwrap_or(unpacked(&layer[0]));
             self.count(path, 1);
         }
         Ok(())
@@ -188,9 +193,9 @@ impl Attention {
     }
 
     /// Largest relative L2 error against [`reference::attend_cache_f64`] that this kernel promises, for calls that read
-    /// packed records and for calls that read f16 rows only.
+    /// packed records and for calls that read plain rows (f16 or bf16) only.
     pub fn tolerance(&self, packed: bool) -> f64 {
-        if packed { self.variant.packed_tolerance } else { self.variant.f16_tolerance }
+        if packed { self.variant.packed_tolerance } else { self.variant.plain_tolerance }
     }
 
     /// Threads in use.
@@ -211,8 +216,8 @@ impl Attention {
     }
 
     /// Attention calls (one per layer) by route since the last reset. A route is `KERNEL:PATH` with PATH one of `f16`
-    /// (the f16 arm), `packed` (records read directly), `window-only` (nothing was packed yet), `dequant-once`,
-    /// `dequant-step`.
+    /// (the f16 arm), `bf16` (a layer stored as bf16), `packed` (records read directly), `window-only` (nothing was packed
+    /// yet), `dequant-once`, `dequant-step`.
     pub fn routes(&self) -> &BTreeMap<String, u64> {
         &self.routes
     }
@@ -268,6 +273,7 @@ fn check_queries(
         if row < rows {
             return Err(Error::NotFinite {
                 tensor: "Q",
+                format: view.spec.plain.format,
                 layer: first_layer + i / batch.len(),
                 head: at / head_dim % q_heads,
                 token: view.len - rows + row,
@@ -283,12 +289,12 @@ fn check_queries(
 struct CacheSource<'a> {
     view: SeqView<'a>,
     /// The dequant-step arm's f16 copy of the packed part, made anew for every call.
-    step: Option<(F16Layout, Vec<f16>)>,
+    step: Option<(PlainLayout, Vec<f16>)>,
 }
 
 impl<'a> CacheSource<'a> {
     fn new(view: SeqView<'a>, arm: Arm) -> Self {
-        let step = (arm == Arm::DequantStep).then(|| (view.spec.f16, dequantize_all(&view)));
+        let step = (arm == Arm::DequantStep).then(|| (view.spec.plain, dequantize_all(&view)));
         Self { view, step }
     }
 }
@@ -296,13 +302,13 @@ impl<'a> CacheSource<'a> {
 /// Every record as f16 blocks `[groups * group_len / 32][kv_heads]`.
 fn dequantize_all(view: &SeqView<'_>) -> Vec<f16> {
     let Some(layout) = view.spec.record.as_ref() else { return Vec::new() };
-    let per_group = layout.group_len / F16_BLOCK_LEN;
-    let block_bytes = view.spec.f16.block_bytes(view.spec.shape.kv_heads);
+    let per_group = layout.group_len / BLOCK_LEN;
+    let block_bytes = view.spec.plain.block_bytes(view.spec.shape.kv_heads);
     let mut rows = vec![f16::ZERO; view.groups() * per_group * block_bytes / size_of::<f16>()];
     let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut rows);
     for (group, blocks) in bytes.chunks_exact_mut(per_group * block_bytes).enumerate() {
         for head in 0..view.spec.shape.kv_heads {
-            let blocks = blocks.chunks_exact_mut(block_bytes).map(|b| view.spec.f16.head_mut(b, head));
+            let blocks = blocks.chunks_exact_mut(block_bytes).map(|b| view.spec.plain.head_mut(b, head));
             dequantize_record(layout, view.record(head, group), &mut blocks.collect::<Vec<_>>());
         }
     }
@@ -315,7 +321,11 @@ impl Source for CacheSource<'_> {
     }
 
     fn f16_block(&self, head: usize, position: usize) -> (&[f16], &[f16]) {
-        self.view.f16_block(head, position)
+        self.view.block(head, position)
+    }
+
+    fn bf16_block(&self, head: usize, position: usize) -> (&[bf16], &[bf16]) {
+        self.view.block(head, position)
     }
 
     fn dequantized_block(&self, head: usize, position: usize) -> (&[f16], &[f16]) {
@@ -323,7 +333,7 @@ impl Source for CacheSource<'_> {
             Some((layout, rows)) => {
                 let bytes: &[u8] = bytemuck::cast_slice(rows);
                 let block_bytes = layout.block_bytes(self.view.spec.shape.kv_heads);
-                layout.head(&bytes[position / F16_BLOCK_LEN * block_bytes..][..block_bytes], head)
+                layout.head(&bytes[position / BLOCK_LEN * block_bytes..][..block_bytes], head)
             }
             None => self.view.copy_block(head, position).expect("arms that read records have no use for a copy"),
         }

@@ -27,6 +27,10 @@ enum Data {
     Subnormal,
     /// V of +-65504; one K channel of +-65504 under a small query.
     Extreme,
+    /// Some V of +-1e30; one K channel of +-1e30 under a small query.
+    BeyondF16,
+    /// V in the subnormals of f32 and above them, K ordinary.
+    SubnormalF32,
     /// One key's logit is 15 above all others, which are flat.
     OneHot,
 }
@@ -136,6 +140,17 @@ fn numbers(case: &Case) -> Numbers {
             }
             q.iter_mut().skip(2).step_by(d).for_each(|x| *x *= 1e-5);
         }
+        Data::BeyondF16 => {
+            for i in 0..k.len() {
+                let (token, channel) = place(i);
+                v[i] *= if channel % 2 == 0 { 1e30 } else { 1.0 };
+                if channel == 2 {
+                    k[i] = if token % 3 == 0 { 1e30 } else { -1e30 };
+                }
+            }
+            q.iter_mut().skip(2).step_by(d).for_each(|x| *x *= 1e-30);
+        }
+        Data::SubnormalF32 => v.iter_mut().for_each(|x| *x *= 2f32.powi(-126)),
         Data::OneHot => {
             k.iter_mut().for_each(|x| *x *= 0.01);
             let ratio = case.q_heads / kv_heads;
@@ -211,8 +226,8 @@ fn check(cases: impl IntoIterator<Item = Case>) {
             let mut out = vec![f32::NAN; x.q.len()];
             attention.attend(&cache, 0, &rows, &x.q, &mut out, &options).unwrap();
             let tolerance = match case.arm {
-                _ if !packed => variant.f16_tolerance,
-                Arm::Fused | Arm::F16 => variant.packed_tolerance,
+                _ if !packed => variant.plain_tolerance,
+                Arm::Fused | Arm::F16 | Arm::Bf16 => variant.packed_tolerance,
                 Arm::DequantOnce | Arm::DequantStep => ROUNDED_TOLERANCE,
             };
             let err = worst_row(&out, &want, case.q_heads * case.head_dim);
@@ -223,7 +238,7 @@ fn check(cases: impl IntoIterator<Item = Case>) {
     }
     assert!(count > 0);
     for ((name, packed), err) in worst {
-        println!("{name}, {}: worst error {err:.1e}", if packed { "packed" } else { "f16 only" });
+        println!("{name}, {}: worst error {err:.1e}", if packed { "packed" } else { "plain only" });
     }
     println!("{count} cases");
 }
@@ -249,7 +264,9 @@ fn bits_groups_and_head_dims() {
 fn every_gqa_ratio() {
     let mut cases = Vec::new();
     for ratio in 1..=crate::shape::MAX_GQA_RATIO {
-        for (head_dim, scheme) in [(64, "k4v4g64w32s4"), (80, "k3v8g32"), (128, "k2v2g128w5"), (256, "f16")] {
+        for (head_dim, scheme) in
+            [(64, "k4v4g64w32s4"), (80, "k3v8g32"), (128, "k2v2g128w5"), (256, "f16"), (96, "bf16")]
+        {
             let case = Case::decode(head_dim, scheme, 291);
             cases.push(Case { q_heads: 2 * ratio, kv_heads: 2, ..case });
         }
@@ -260,8 +277,16 @@ fn every_gqa_ratio() {
 /// One token, odd lengths, and one below, at and above each edge of groups, windows, pages, blocks and key ranges.
 #[test]
 fn lengths_around_every_edge() {
-    let schemes =
-        ["f16", "k4v4g32", "k8v4g32w64", "k4v8g64w128s4", "k2v2g32w1s16p64", "k3v3g64w100p128", "k4v2g128w31s1p512"];
+    let schemes = [
+        "f16",
+        "bf16",
+        "k4v4g32",
+        "k8v4g32w64",
+        "k4v8g64w128s4",
+        "k2v2g32w1s16p64",
+        "k3v3g64w100p128",
+        "k4v2g128w31s1p512",
+    ];
     let edges = [2usize, 16, 32, 64, 96, 101, 128, 160, 192, 256, 512, 640, 1024];
     let mut lens: Vec<_> = edges.into_iter().flat_map(|n| [n - 1, n, n + 1]).chain([37, 201, 335]).collect();
     lens.sort_unstable();
@@ -273,7 +298,7 @@ fn lengths_around_every_edge() {
 fn softcap_sink_logits_and_first_visible() {
     let len = 1400;
     let mut cases = Vec::new();
-    for scheme in ["f16", "k4v4g64w128s4p512", "k2v3g32s16", "k8v8g128w300"] {
+    for scheme in ["f16", "bf16", "k4v4g64w128s4p512", "k2v3g32s16", "k8v8g128w300"] {
         for first in [0, 1, 3, 4, 15, 16, 31, 32, 100, 511, 512, 513, 777, 1024, 1270, 1272, 1280, 1398, 1399] {
             let case = Case { first_visible: Some(first), ..Case::decode(64, scheme, len) };
             cases.push(Case { sink_logits: first % 2 == 1, ..case.clone() });
@@ -291,7 +316,7 @@ fn softcap_sink_logits_and_first_visible() {
 #[test]
 fn a_row_that_sees_nothing_is_zero() {
     let shape = LayerShape::new(4, 2, 64).unwrap();
-    for scheme in ["f16", "k4v4g32"] {
+    for scheme in ["f16", "bf16", "k4v4g32"] {
         let mut cache = Cache::new(&[LayerConfig { shape, scheme: scheme.parse().unwrap() }], Arm::Fused).unwrap();
         let seq = cache.add_sequence();
         let rows = [Rows { seq, rows: 100 }];
@@ -315,8 +340,16 @@ fn a_row_that_sees_nothing_is_zero() {
 #[test]
 fn several_rows() {
     let mut cases = Vec::new();
-    let schemes =
-        ["f16", "k4v4g32", "k4v4g64w128s4p512", "k3v2g32w64s4p64", "k2v8g32w17s16", "k8v3g128w1", "k4v4g32w0s4p32"];
+    let schemes = [
+        "f16",
+        "bf16",
+        "k4v4g32",
+        "k4v4g64w128s4p512",
+        "k3v2g32w64s4p64",
+        "k2v8g32w17s16",
+        "k8v3g128w1",
+        "k4v4g32w0s4p32",
+    ];
     for scheme in schemes {
         for (past, rows) in [(0, 1), (0, 33), (0, 300), (31, 2), (64, 64), (127, 5), (200, 41), (500, 24), (509, 7)] {
             let case = Case { past, rows, ..Case::decode(64, scheme, 1) };
@@ -338,8 +371,8 @@ fn several_rows() {
 #[test]
 fn dequantizing_arms() {
     let mut cases = Vec::new();
-    for arm in [Arm::DequantOnce, Arm::DequantStep, Arm::F16] {
-        for scheme in ["k4v4g64w128s4p512", "k2v3g32s4", "k8v2g128w31", "k3v8g32w64p96", "f16"] {
+    for arm in [Arm::DequantOnce, Arm::DequantStep, Arm::F16, Arm::Bf16] {
+        for scheme in ["k4v4g64w128s4p512", "k2v3g32s4", "k8v2g128w31", "k3v8g32w64p96", "f16", "bf16"] {
             for (past, rows) in [(0, 1), (96, 1), (640, 1), (128, 20), (0, 150)] {
                 cases.push(Case { arm, past, rows, ..Case::decode(80, scheme, 1) });
             }
@@ -357,7 +390,23 @@ fn hard_data() {
                 cases.push(Case { data, ..Case::decode(head_dim, format!("{bits}{rest}"), 421) });
             }
         }
-        cases.push(Case { data, ..Case::decode(128, "f16", 421) });
+        for scheme in ["f16", "bf16"] {
+            cases.push(Case { data, ..Case::decode(128, scheme, 421) });
+        }
+    }
+    check(cases);
+}
+
+/// Numbers that bf16 holds and f16 does not: V near the largest, K that tiny queries meet, and the subnormals of f32.
+#[test]
+fn the_range_of_bf16() {
+    let mut cases = Vec::new();
+    for data in [Data::BeyondF16, Data::SubnormalF32] {
+        for head_dim in crate::shape::HEAD_DIMS {
+            for (past, rows) in [(420, 1), (40, 7)] {
+                cases.push(Case { data, past, rows, q_heads: 3, ..Case::decode(head_dim, "bf16", 1) });
+            }
+        }
     }
     check(cases);
 }
@@ -365,6 +414,6 @@ fn hard_data() {
 /// One logit 15 above many flat ones: together the flat ones still carry weight, each far below the largest.
 #[test]
 fn one_logit_far_above_flat_ones() {
-    let schemes = ["k8v8g64", "k4v4g64w128s4p512", "k2v2g32", "k3v4g128w31", "f16"];
+    let schemes = ["k8v8g64", "k4v4g64w128s4p512", "k2v2g32", "k3v4g128w31", "f16", "bf16"];
     check(schemes.map(|scheme| Case { data: Data::OneHot, ..Case::decode(64, scheme, 16 * 1024 + 5) }));
 }

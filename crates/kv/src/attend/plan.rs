@@ -8,8 +8,8 @@ use super::cpu::Variant;
 use super::cpu::generic::{RANGE_LEN, Scratch, Source, Task};
 use super::softmax::States;
 use super::threads::Threads;
-use crate::LayerShape;
 use crate::cache::layout::RecordLayout;
+use crate::{LayerShape, RowFormat};
 use std::cell::RefCell;
 use std::ops::Range;
 
@@ -53,6 +53,8 @@ impl Split {
 pub(crate) struct Problem<'a> {
     pub source: &'a dyn Source,
     pub shape: LayerShape,
+    /// Of rows that are not packed.
+    pub format: RowFormat,
     /// None: packed positions are read dequantized.
     pub records: Option<&'a RecordLayout>,
     pub sinks: usize,
@@ -242,6 +244,7 @@ fn attend_unit(
             source: p.source,
             head: unit.head,
             head_dim: d,
+            format: p.format,
             records: p.records,
             next_group: p.records.filter(|_| more).map(|layout| range.end / layout.group_len),
             range,

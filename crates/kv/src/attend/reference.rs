@@ -4,10 +4,11 @@
 
 use super::AttendOptions;
 use crate::append::record::read_record;
-use crate::cache::layout::F16_BLOCK_LEN;
+use crate::cache::layout::BLOCK_LEN;
 use crate::cache::store::SeqView;
-use crate::{Cache, Error, Rows};
-use half::f16;
+use crate::element::Element;
+use crate::{Cache, Error, RowFormat, Rows};
+use half::{bf16, f16};
 
 /// Relative L2 distance of `got` from `want`. A NaN anywhere gives NaN, which fails `<=`.
 pub fn relative_error<T: Copy + Into<f64>>(got: &[f32], want: &[T]) -> f64 {
@@ -48,7 +49,8 @@ pub fn attend_f64(
     out
 }
 
-/// [`super::Attention::attend`] in f64 over what the cache really holds: packed keys as their codes say, the rest f16.
+/// [`super::Attention::attend`] in f64 over what the cache really holds: packed keys as their codes say, the rest as
+/// the f16 or bf16 that is there.
 ///
 /// Shapes: `q`: f32 `[sum of rows][q_heads][head_dim]`; out: f64, the same.
 ///
@@ -108,14 +110,24 @@ fn visible(view: &SeqView<'_>, head: usize, position: usize, first_visible: usiz
             k.extend((0..d).map(|c| gk[c * g + j % g] as f64));
             v.extend(gv[j % g * d..][..d].iter().map(|&x| x as f64));
         } else {
-            let (bk, bv): (&[f16], &[f16]) = view.f16_block(head, j / F16_BLOCK_LEN * F16_BLOCK_LEN);
-            let slot = j % F16_BLOCK_LEN;
-            k.extend((0..d).map(|c| bk[c * F16_BLOCK_LEN + slot].to_f64()));
-            v.extend(bv[slot * d..][..d].iter().map(|x| x.to_f64()));
+            match view.spec.plain.format {
+                RowFormat::F16 => plain::<f16>(view, head, j, &mut k, &mut v),
+                RowFormat::Bf16 => plain::<bf16>(view, head, j, &mut k, &mut v),
+            }
         }
     }
     (k, v)
 }
+
+/// Adds the K and V of a position that is stored plain.
+fn plain<E: Element>(view: &SeqView, head: usize, position: usize, k: &mut Vec<f64>, v: &mut Vec<f64>) {
+    let d = view.spec.shape.head_dim;
+    let (block_k, block_v) = view.block::<E>(head, position / BLOCK_LEN * BLOCK_LEN);
+    let slot = position % BLOCK_LEN;
+    k.extend((0..d).map(|c| block_k[c * BLOCK_LEN + slot].to_f64()));
+    v.extend(block_v[slot * d..][..d].iter().map(|x| x.to_f64()));
+}
+
 #[cfg(test)]
 mod tests {
     use super::relative_error;

@@ -2,14 +2,15 @@
 //! docs/layout.md shows it by hand.
 //! NOT here: bits inside a panel (quant/pack.rs), who owns the bytes (device/, store.rs).
 
+use crate::element::Element;
 use crate::quant::affine::Affine;
 use crate::quant::pack::{PANEL_LANES, SLOT_LANES, panel_bytes};
-use crate::{LayerShape, PackedScheme};
+use crate::{LayerShape, PackedScheme, RowFormat};
 use half::f16;
 use std::ops::Range;
 
-/// Tokens of one block of f16 rows: one panel's lanes, and a divisor of every group_len.
-pub(crate) const F16_BLOCK_LEN: usize = 32;
+/// Tokens of one block of plain rows: one panel's lanes, and a divisor of every group_len.
+pub(crate) const BLOCK_LEN: usize = 32;
 
 /// The record of one (layer, kv head, group of tokens).
 ///
@@ -163,17 +164,22 @@ fn params_mut(bytes: &mut [u8], n: usize) -> (&mut [f16], &mut [f16]) {
     bytemuck::cast_slice_mut(bytes).split_at_mut(n)
 }
 
-/// A block of f16 rows of one layer: for each kv head K `[D][tokens]` (transposed: lanes are tokens, as in a panel),
-/// then V `[tokens][D]`. `tokens` is 32. The sink block has the same shape with `tokens` = sinks, but K as `[tokens][D]`.
+/// A block of plain rows (f16 or bf16) of one layer: for each kv head K `[D][tokens]` (transposed: lanes are tokens, as in a
+/// panel), then V `[tokens][D]`. `tokens` is 32. The sink block has the same shape with `tokens` = sinks, but K as
+/// `[tokens][D]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct F16Layout {
+pub(crate) struct PlainLayout {
     pub head_dim: usize,
     pub tokens: usize,
+    pub format: RowFormat,
 }
 
-impl F16Layout {
-    pub(crate) fn block(shape: &LayerShape) -> Self {
-        Self { head_dim: shape.head_dim, tokens: F16_BLOCK_LEN }
+/// Bytes of one number of either format.
+const ELEMENT_BYTES: usize = 2;
+
+impl PlainLayout {
+    pub(crate) fn block(shape: &LayerShape, format: RowFormat) -> Self {
+        Self { head_dim: shape.head_dim, tokens: BLOCK_LEN, format }
     }
 
     /// Bytes of the block that holds K and V of every kv head.
@@ -187,17 +193,19 @@ impl F16Layout {
     }
 
     fn tensor_bytes(&self) -> usize {
-        self.tokens * self.head_dim * size_of::<f16>()
+        self.tokens * self.head_dim * ELEMENT_BYTES
     }
 
-    /// K `[D][tokens]` and V `[tokens][D]` of one head.
-    pub(crate) fn head<'a>(&self, block: &'a [u8], head: usize) -> (&'a [f16], &'a [f16]) {
+    /// K `[D][tokens]` and V `[tokens][D]` of one head; E is of the layout's format.
+    pub(crate) fn head<'a, E: Element>(&self, block: &'a [u8], head: usize) -> (&'a [E], &'a [E]) {
+        debug_assert_eq!(E::FORMAT, self.format);
         let bytes = &block[head * self.head_bytes()..][..self.head_bytes()];
         bytemuck::cast_slice(bytes).split_at(self.tokens * self.head_dim)
     }
 
-    /// See [`F16Layout::head`].
-    pub(crate) fn head_mut<'a>(&self, block: &'a mut [u8], head: usize) -> (&'a mut [f16], &'a mut [f16]) {
+    /// See [`PlainLayout::head`].
+    pub(crate) fn head_mut<'a, E: Element>(&self, block: &'a mut [u8], head: usize) -> (&'a mut [E], &'a mut [E]) {
+        debug_assert_eq!(E::FORMAT, self.format);
         let bytes = &mut block[head * self.head_bytes()..][..self.head_bytes()];
         bytemuck::cast_slice_mut(bytes).split_at_mut(self.tokens * self.head_dim)
     }

@@ -16,6 +16,7 @@ impl std::fmt::Display for Arm {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Arm::F16 => "f16",
+            Arm::Bf16 => "bf16",
             Arm::Fused => "fused",
             Arm::DequantOnce => "dequant-once",
             Arm::DequantStep => "dequant-step",
@@ -28,6 +29,8 @@ impl std::fmt::Display for Arm {
 pub enum Arm {
     /// Plain f16 cache.
     F16,
+    /// Plain bf16 cache.
+    Bf16,
     /// Attention reads the packed codes.
     Fused,
     /// Packed on append, dequantized once into an f16 copy, attended as f16 (what most public code does).
@@ -37,9 +40,22 @@ pub enum Arm {
 }
 
 impl Arm {
-    /// The arm that reads a cache of this scheme as it is stored: f16 for the plain one, fused for packed ones.
+    /// The arm that reads a cache of this scheme as it is stored: f16 and bf16 for the plain ones, fused for packed ones.
     pub fn of(scheme: Scheme) -> Self {
-        if scheme == Scheme::F16 { Arm::F16 } else { Arm::Fused }
+        match scheme {
+            Scheme::F16 => Arm::F16,
+            Scheme::Bf16 => Arm::Bf16,
+            Scheme::Packed(_) => Arm::Fused,
+        }
+    }
+
+    /// The scheme that this arm stores every layer in, whatever the layer's own says; None for arms that follow it.
+    fn plain_scheme(self) -> Option<Scheme> {
+        match self {
+            Arm::F16 => Some(Scheme::F16),
+            Arm::Bf16 => Some(Scheme::Bf16),
+            Arm::Fused | Arm::DequantOnce | Arm::DequantStep => None,
+        }
     }
 }
 
@@ -70,7 +86,8 @@ pub struct Rows {
 pub struct CacheBytes {
     /// Whole records held; between append and commit also those packed ahead of a commit (decision 0003).
     pub packed_bytes: usize,
-    /// Every f16 byte held for window, sinks and unpacked tails (allocated capacity counts).
+    /// Every byte held for rows that are not packed: window, sinks and tails in f16, and all of an f16 or bf16 layer
+    /// (allocated capacity counts).
     pub window_bytes: usize,
     /// The f16 copy that only the dequant-once arm keeps.
     pub copy_bytes: usize,
@@ -90,7 +107,7 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// An empty cache. With [`Arm::F16`] every layer is stored as f16, whatever its scheme says.
+    /// An empty cache. With [`Arm::F16`] every layer is stored as f16, with [`Arm::Bf16`] as bf16, whatever its scheme says.
     ///
     /// # Errors
     /// [`Error::Shape`] when there are no layers.
@@ -99,7 +116,7 @@ impl Cache {
             return Err(Error::Shape { what: "layers of a cache (1 or more)", expected: 1, got: 0 });
         }
         let mut pools = Pools::default();
-        let scheme = |c: &LayerConfig| if arm == Arm::F16 { Scheme::F16 } else { c.scheme };
+        let scheme = |c: &LayerConfig| arm.plain_scheme().unwrap_or(c.scheme);
         let layers: Vec<_> = layers.iter().map(|c| LayerSpec::new(c.shape, scheme(c), &mut pools)).collect();
         let copies = |l: &LayerSpec| arm == Arm::DequantOnce && l.record.is_some();
         let copy_pools = layers.iter().map(|l| copies(l).then(|| l.copy_pool(&mut pools))).collect();
@@ -126,9 +143,9 @@ impl Cache {
         Ok(())
     }
 
-    /// Appends rows to one layer: rounds to f16, checks that every value is finite, stores the whole call or (on
-    /// error) nothing of it, and packs the groups that the newest row sees packed. The f16 rows that older rows of the
-    /// call still see stay until [`Cache::commit`].
+    /// Appends rows to one layer: rounds to f16 (of a bf16 layer to bf16, straight from f32), checks that every value is
+    /// finite then, stores the whole call or (on error) nothing of it, and packs the groups that the newest row sees
+    /// packed. The f16 rows that older rows of the call still see stay until [`Cache::commit`].
     ///
     /// Shapes: `k`, `v`: f32 `[sum of rows][kv_heads][head_dim]`, batch entries one after another.
     ///
@@ -146,7 +163,7 @@ impl Cache {
             }
         }
         for (tensor, x) in [("K", k), ("V", v)] {
-            if !(self.kernel.finite)(x) {
+            if !(self.kernel.finite)(x, spec.plain.format) {
                 return Err(self.not_finite(tensor, layer, batch, x));
             }
         }
@@ -170,10 +187,11 @@ impl Cache {
         Ok(())
     }
 
-    /// The error that names the first number of a call that no f16 holds.
+    /// The error that names the first number of a call that the layer's format does not hold.
     fn not_finite(&self, tensor: &'static str, layer: usize, batch: &[Rows], x: &[f32]) -> Error {
-        let shape = self.layers[layer].shape;
-        let at = x.iter().position(|&x| !f16::from_f32(x).is_finite()).expect("the kernel saw one");
+        let LayerSpec { shape, plain, .. } = &self.layers[layer];
+        let limit = plain.format.refused_from();
+        let at = x.iter().position(|x| x.is_nan() || x.abs() >= limit).expect("the kernel saw one");
         let mut row = at / shape.row_len();
         let mut entries = batch.iter();
         let mut entry = entries.next().expect("a number has a row");
@@ -183,10 +201,10 @@ impl Cache {
         }
         let held = self.sequences[&entry.seq][layer].len;
         let head = at % shape.row_len() / shape.head_dim;
-        Error::NotFinite { tensor, layer, head, token: held + row, value: x[at] }
+        Error::NotFinite { tensor, format: plain.format, layer, head, token: held + row, value: x[at] }
     }
 
-    /// Ends a step of one layer: every token of these sequences is kept for good, and f16 rows that only older rows
+    /// Ends a step of one layer: every token of these sequences is kept for good, and rows that only older rows
     /// saw are freed. Call it after the layer's `attend`; leave it out for draft tokens, which [`Cache::trim`] can
     /// then drop without loss.
     ///

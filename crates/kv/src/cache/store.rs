@@ -1,13 +1,14 @@
 //! One sequence in one layer. In: rows and positions; out: blocks that hold them, packed up to `edge` of the newest.
 //! Invariants: `groups` covers `[0, packed_len(len))`; `tail` covers `[tail_start, len)` with
-//! `tail_start = packed_len(committed)`, so that every row since the last commit finds the f16 keys it sees.
+//! `tail_start = packed_len(committed)`, so that every row since the last commit finds the plain keys it sees.
 //! NOT here: several sequences, checks of a call (cache/mod.rs), the formula (quant/).
 
-use super::layout::{F16_BLOCK_LEN, F16Layout, RecordLayout};
+use super::layout::{BLOCK_LEN, PlainLayout, RecordLayout};
 use crate::append::cpu::Variant;
 use crate::append::record::dequantize_record;
 use crate::append::rows::write_sink;
 use crate::device::cpu::{Block, BlockPool};
+use crate::element::Element;
 use crate::{Error, LayerShape, PackedScheme, Scheme};
 use half::f16;
 
@@ -16,11 +17,11 @@ pub(crate) struct LayerSpec {
     pub shape: LayerShape,
     pub scheme: Scheme,
     pub record: Option<RecordLayout>,
-    pub f16: F16Layout,
-    pub sinks: F16Layout,
+    pub plain: PlainLayout,
+    pub sinks: PlainLayout,
     /// Indices into [`Pools`].
     record_pool: usize,
-    f16_pool: usize,
+    plain_pool: usize,
     sink_pool: usize,
 }
 
@@ -61,7 +62,7 @@ impl Pools {
 
     /// Records to write and the rows to read for them: pools of different uses, so of different indices.
     fn records_and_rows(&mut self, spec: &LayerSpec) -> (&mut BlockPool, &BlockPool) {
-        let [records, rows] = self.pools.get_disjoint_mut([spec.record_pool, spec.f16_pool]).expect("two pools");
+        let [records, rows] = self.pools.get_disjoint_mut([spec.record_pool, spec.plain_pool]).expect("two pools");
         (&mut records.1, &rows.1)
     }
 }
@@ -69,31 +70,31 @@ impl Pools {
 impl LayerSpec {
     pub(crate) fn new(shape: LayerShape, scheme: Scheme, pools: &mut Pools) -> Self {
         let record = scheme.packed().map(|p| RecordLayout::new(shape.head_dim, p));
-        let f16 = F16Layout::block(&shape);
-        let sinks = F16Layout { tokens: scheme.packed().map_or(0, PackedScheme::sinks), ..f16 };
-        let block = f16.block_bytes(shape.kv_heads);
+        let plain = PlainLayout::block(&shape, scheme.row_format());
+        let sinks = PlainLayout { tokens: scheme.packed().map_or(0, PackedScheme::sinks), ..plain };
+        let block = plain.block_bytes(shape.kv_heads);
         let record_bytes = record.as_ref().map_or(block, |r| r.block_bytes(shape.kv_heads));
         let sink_bytes = if sinks.tokens > 0 { sinks.block_bytes(shape.kv_heads) } else { block };
         Self {
             shape,
             scheme,
             record,
-            f16,
+            plain,
             sinks,
             record_pool: pools.index_of(BlockUse::Records, record_bytes),
-            f16_pool: pools.index_of(BlockUse::Window, block),
+            plain_pool: pools.index_of(BlockUse::Window, block),
             sink_pool: pools.index_of(BlockUse::Window, sink_bytes),
         }
     }
 
     /// The pool of the dequant-once arm's f16 copy.
     pub(crate) fn copy_pool(&self, pools: &mut Pools) -> usize {
-        pools.index_of(BlockUse::Copy, self.f16.block_bytes(self.shape.kv_heads))
+        pools.index_of(BlockUse::Copy, self.plain.block_bytes(self.shape.kv_heads))
     }
 }
 
 /// Most f16 blocks of one group.
-const MAX_BLOCKS: usize = crate::scheme::GROUP_LENS[crate::scheme::GROUP_LENS.len() - 1] / F16_BLOCK_LEN;
+const MAX_BLOCKS: usize = crate::scheme::GROUP_LENS[crate::scheme::GROUP_LENS.len() - 1] / BLOCK_LEN;
 
 /// The blocks of one sequence in one layer.
 #[derive(Default)]
@@ -109,7 +110,8 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// Appends rows, rounded to f16. Shapes: `k`, `v`: f32 `[rows][kv_heads][head_dim]`, all finite in f16.
+    /// Appends rows, rounded to the format of the layer's plain rows. Shapes: `k`, `v`: f32 `[rows][kv_heads][head_dim]`, all
+    /// finite in it.
     /// On [`Error::OutOfMemory`] nothing has changed: every block is taken before the first byte is written.
     pub(crate) fn append(
         &mut self,
@@ -124,13 +126,13 @@ impl Store {
         let new_len = self.len + k.len() / row_len;
         let group_len = spec.scheme.packed().map_or(usize::MAX, PackedScheme::group_len);
         let new_groups = spec.scheme.packed_len(new_len) / group_len - self.groups.len();
-        let new_tail = (new_len - self.tail_start).div_ceil(F16_BLOCK_LEN) - self.tail.len();
-        let new_copy = copy_pool.map_or(0, |_| new_groups * (group_len / F16_BLOCK_LEN));
+        let new_tail = (new_len - self.tail_start).div_ceil(BLOCK_LEN) - self.tail.len();
+        let new_copy = copy_pool.map_or(0, |_| new_groups * (group_len / BLOCK_LEN));
         let need_sinks = self.sink_block.is_none() && spec.sinks.tokens > 0;
 
         let mut taken = Vec::new();
         let wanted = [
-            (spec.f16_pool, new_tail),
+            (spec.plain_pool, new_tail),
             (spec.record_pool, new_groups),
             (copy_pool.unwrap_or(0), new_copy),
             (spec.sink_pool, usize::from(need_sinks)),
@@ -165,10 +167,10 @@ impl Store {
         let mut position = self.len;
         while position < new_len {
             let (block, slot) = self.tail_slot(position);
-            let rows = (F16_BLOCK_LEN - slot).min(new_len - position);
+            let rows = (BLOCK_LEN - slot).min(new_len - position);
             let part = (position - self.len) * row_len..(position - self.len + rows) * row_len;
-            let bytes = pools.get_mut(spec.f16_pool).bytes_mut(block);
-            (kernel.write_rows)(&spec.f16, bytes, slot, row_len, &k[part.clone()], &v[part]);
+            let bytes = pools.get_mut(spec.plain_pool).bytes_mut(block);
+            (kernel.write_rows)(&spec.plain, bytes, slot, row_len, &k[part.clone()], &v[part]);
             position += rows;
             while records.len() > 0 && (self.groups.len() + 1) * group_len <= position {
                 self.pack_group(spec, pools, kernel, records.next().expect("just counted"));
@@ -184,7 +186,7 @@ impl Store {
     /// The tail block and the slot in it of a position.
     fn tail_slot(&self, position: usize) -> (&Block, usize) {
         let at = position - self.tail_start;
-        (&self.tail[at / F16_BLOCK_LEN], at % F16_BLOCK_LEN)
+        (&self.tail[at / BLOCK_LEN], at % BLOCK_LEN)
     }
 
     /// Packs the next group into `block`.
@@ -192,13 +194,13 @@ impl Store {
         let layout = spec.record.as_ref().expect("only packed schemes have groups");
         let start = self.groups.len() * layout.group_len;
         let sinks = spec.sinks.tokens.saturating_sub(start);
-        let first = (start - self.tail_start) / F16_BLOCK_LEN;
+        let first = (start - self.tail_start) / BLOCK_LEN;
         let (records, rows) = pools.records_and_rows(spec);
-        let n = layout.group_len / F16_BLOCK_LEN;
+        let n = layout.group_len / BLOCK_LEN;
         let mut blocks: [(&[f16], &[f16]); MAX_BLOCKS] = Default::default();
         for (head, record) in records.bytes_mut(&block).chunks_exact_mut(layout.record_bytes).enumerate() {
             for (out, block) in blocks.iter_mut().zip(&self.tail[first..first + n]) {
-                *out = spec.f16.head(rows.bytes(block), head);
+                *out = spec.plain.head(rows.bytes(block), head);
             }
             (kernel.write_record)(layout, &blocks[..n], sinks, record);
         }
@@ -208,11 +210,11 @@ impl Store {
     /// Fills the f16 copy of the newest group.
     fn copy_group(&mut self, spec: &LayerSpec, copy_pool: usize, pools: &mut Pools) {
         let layout = spec.record.as_ref().expect("only packed schemes have groups");
-        let per_group = layout.group_len / F16_BLOCK_LEN;
+        let per_group = layout.group_len / BLOCK_LEN;
         let newest = self.groups.len() - 1;
         let mut rows = vec![f16::ZERO; 2 * layout.group_len * layout.head_dim];
         let (k, v) = rows.split_at_mut(layout.group_len * layout.head_dim);
-        let n = F16_BLOCK_LEN * layout.head_dim;
+        let n = BLOCK_LEN * layout.head_dim;
         for head in 0..spec.shape.kv_heads {
             let records = pools.get(spec.record_pool).bytes(&self.groups[newest]);
             let record = layout.head(records, head);
@@ -220,7 +222,7 @@ impl Store {
             dequantize_record(layout, record, &mut blocks);
             for (i, (k, v)) in blocks.iter().enumerate() {
                 let out = pools.get_mut(copy_pool).bytes_mut(&self.copy[newest * per_group + i]);
-                let (k_out, v_out) = spec.f16.head_mut(out, head);
+                let (k_out, v_out) = spec.plain.head_mut(out, head);
                 k_out.copy_from_slice(k);
                 v_out.copy_from_slice(v);
             }
@@ -231,12 +233,12 @@ impl Store {
     pub(crate) fn commit(&mut self, spec: &LayerSpec, pools: &mut Pools) {
         self.committed = self.len;
         let start = spec.scheme.packed_len(self.len);
-        let gone = (start - self.tail_start) / F16_BLOCK_LEN;
+        let gone = (start - self.tail_start) / BLOCK_LEN;
         self.tail_start = start;
         if gone > 0 {
             // The rows that stay move to the oldest blocks: after a long prompt the newest ones would each keep a chunk
             // of free blocks from going back to the operating system.
-            let pool = pools.get_mut(spec.f16_pool);
+            let pool = pools.get_mut(spec.plain_pool);
             let mut stay = self.tail.split_off(gone);
             for (old, young) in self.tail.iter_mut().zip(&mut stay) {
                 pool.copy(young, old);
@@ -264,10 +266,10 @@ impl Store {
         let groups = spec.scheme.packed_len(len) / group_len;
         self.groups.drain(groups..).for_each(|b| pools.get_mut(spec.record_pool).free(b));
         if let Some(pool) = copy_pool {
-            self.copy.drain(groups * (group_len / F16_BLOCK_LEN)..).for_each(|b| pools.get_mut(pool).free(b));
+            self.copy.drain(groups * (group_len / BLOCK_LEN)..).for_each(|b| pools.get_mut(pool).free(b));
         }
-        let tail = len.saturating_sub(self.tail_start).div_ceil(F16_BLOCK_LEN);
-        self.tail.drain(tail..).for_each(|b| pools.get_mut(spec.f16_pool).free(b));
+        let tail = len.saturating_sub(self.tail_start).div_ceil(BLOCK_LEN);
+        self.tail.drain(tail..).for_each(|b| pools.get_mut(spec.plain_pool).free(b));
         if len == 0
             && let Some(b) = self.sink_block.take()
         {
@@ -280,7 +282,7 @@ impl Store {
     /// Frees everything.
     pub(crate) fn clear(&mut self, spec: &LayerSpec, copy_pool: Option<usize>, pools: &mut Pools) {
         self.groups.drain(..).for_each(|b| pools.get_mut(spec.record_pool).free(b));
-        self.tail.drain(..).for_each(|b| pools.get_mut(spec.f16_pool).free(b));
+        self.tail.drain(..).for_each(|b| pools.get_mut(spec.plain_pool).free(b));
         if let Some(pool) = copy_pool {
             self.copy.drain(..).for_each(|b| pools.get_mut(pool).free(b));
         }
@@ -297,7 +299,7 @@ impl Store {
             len: self.len,
             records: pools.get(spec.record_pool),
             groups: &self.groups,
-            f16_blocks: pools.get(spec.f16_pool),
+            plain_blocks: pools.get(spec.plain_pool),
             tail: &self.tail,
             tail_start: self.tail_start,
             sinks: self.sink_block.as_ref().map(|b| pools.get(spec.sink_pool).bytes(b)),
@@ -313,7 +315,7 @@ pub(crate) struct SeqView<'a> {
     pub len: usize,
     records: &'a BlockPool,
     groups: &'a [Block],
-    f16_blocks: &'a BlockPool,
+    plain_blocks: &'a BlockPool,
     tail: &'a [Block],
     tail_start: usize,
     sinks: Option<&'a [u8]>,
@@ -332,16 +334,17 @@ impl<'a> SeqView<'a> {
         self.groups.len()
     }
 
-    /// K `[D][32]` and V `[32][D]` of one head for the 32 tokens from `position` (a multiple of 32, >= tail_start).
-    pub(crate) fn f16_block(&self, head: usize, position: usize) -> (&'a [f16], &'a [f16]) {
-        let block = &self.tail[(position - self.tail_start) / F16_BLOCK_LEN];
-        self.spec.f16.head(self.f16_blocks.bytes(block), head)
+    /// K `[D][32]` and V `[32][D]` of one head for the 32 tokens from `position` (a multiple of 32, >= tail_start). E is of
+    /// the scheme's format.
+    pub(crate) fn block<E: Element>(&self, head: usize, position: usize) -> (&'a [E], &'a [E]) {
+        let block = &self.tail[(position - self.tail_start) / BLOCK_LEN];
+        self.spec.plain.head(self.plain_blocks.bytes(block), head)
     }
 
     /// The same from the dequant-once arm's copy, for packed positions.
     pub(crate) fn copy_block(&self, head: usize, position: usize) -> Option<(&'a [f16], &'a [f16])> {
         let (pool, blocks) = self.copy?;
-        Some(self.spec.f16.head(pool.bytes(&blocks[position / F16_BLOCK_LEN]), head))
+        Some(self.spec.plain.head(pool.bytes(&blocks[position / BLOCK_LEN]), head))
     }
 
     /// K and V `[sinks][D]` of one head, when the scheme has sinks.

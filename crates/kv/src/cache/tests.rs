@@ -4,15 +4,24 @@
 
 mod layout_page;
 
-use super::layout::F16_BLOCK_LEN;
+use super::layout::BLOCK_LEN;
 use super::{Arm, Cache, LayerConfig, Rows, SeqId};
 use crate::append::cpu::best;
-use crate::{Error, LayerShape, Scheme};
-use half::f16;
+use crate::element::Element;
+use crate::{Error, LayerShape, RowFormat, Scheme};
+use half::{bf16, f16};
 use proptest::prelude::*;
 
-const SCHEMES: [&str; 7] =
-    ["k4v4g64w128s4p512", "k2v3g32", "k3v2g32w17s16p64", "k8v8g128w1", "k4v2g64w0s1p128", "k8v4g32w300s2", "f16"];
+const SCHEMES: [&str; 8] = [
+    "k4v4g64w128s4p512",
+    "k2v3g32",
+    "k3v2g32w17s16p64",
+    "k8v8g128w1",
+    "k4v2g64w0s1p128",
+    "k8v4g32w300s2",
+    "f16",
+    "bf16",
+];
 
 fn shape() -> LayerShape {
     LayerShape::new(2, 2, 64).unwrap()
@@ -56,8 +65,8 @@ struct Held {
     len: usize,
     /// `[group][head]`
     records: Vec<Vec<u8>>,
-    /// Rows `[position][head]` from the edge on, K then V.
-    f16_rows: Vec<Vec<f16>>,
+    /// Bits of rows `[position][head]` from the edge on, K then V.
+    plain_rows: Vec<Vec<u16>>,
     /// `[head]`, K then V of the sinks that have a token.
     sinks: Vec<Vec<f16>>,
 }
@@ -67,10 +76,17 @@ fn held(cache: &Cache, seq: SeqId) -> Held {
     let d = view.spec.shape.head_dim;
     let heads = 0..view.spec.shape.kv_heads;
     let from = view.spec.scheme.packed_len(view.len);
+    fn bits<E: Element>((k, v): (&[E], &[E]), slot: usize) -> Vec<u16> {
+        let (k, v): (&[u16], &[u16]) = (bytemuck::cast_slice(k), bytemuck::cast_slice(v));
+        let d = k.len() / BLOCK_LEN;
+        (0..d).map(|c| k[c * BLOCK_LEN + slot]).chain(v[slot * d..][..d].iter().copied()).collect()
+    }
     let row = |p: usize, head: usize| {
-        let (k, v) = view.f16_block(head, p / F16_BLOCK_LEN * F16_BLOCK_LEN);
-        let slot = p % F16_BLOCK_LEN;
-        (0..d).map(|c| k[c * F16_BLOCK_LEN + slot]).chain(v[slot * d..][..d].iter().copied()).collect()
+        let (block, slot) = (p / BLOCK_LEN * BLOCK_LEN, p % BLOCK_LEN);
+        match view.spec.plain.format {
+            RowFormat::F16 => bits::<f16>(view.block(head, block), slot),
+            RowFormat::Bf16 => bits::<bf16>(view.block(head, block), slot),
+        }
     };
     let sinks = |head: usize| {
         view.sinks(head).map(|(k, v)| {
@@ -81,7 +97,7 @@ fn held(cache: &Cache, seq: SeqId) -> Held {
     Held {
         len: view.len,
         records: (0..view.groups()).flat_map(|g| heads.clone().map(move |h| view.record(h, g).to_vec())).collect(),
-        f16_rows: (from..view.len).flat_map(|p| heads.clone().map(move |h| row(p, h))).collect(),
+        plain_rows: (from..view.len).flat_map(|p| heads.clone().map(move |h| row(p, h))).collect(),
         sinks: heads.clone().filter_map(sinks).collect(),
     }
 }
@@ -111,7 +127,7 @@ fn prefill_32_then_168_steps_holds_the_bytes_of_one_prefill_of_200() {
         }
         let got = held(&cache, seq);
         assert!(got == prefilled(scheme, 1, 200), "{scheme}");
-        assert_eq!(got.records.is_empty(), matches!(scheme, "f16" | "k8v4g32w300s2"), "{scheme}");
+        assert_eq!(got.records.is_empty(), matches!(scheme, "f16" | "bf16" | "k8v4g32w300s2"), "{scheme}");
     }
 }
 
@@ -129,7 +145,7 @@ fn groups_are_whole_at_every_length() {
             commit(&mut cache, &[seq]);
             let got = held(&cache, seq);
             assert_eq!(got.records.len(), p.edge(len - 1) / p.group_len() * 2, "{scheme}, {len} tokens");
-            assert_eq!(got.f16_rows.len(), (len - p.edge(len - 1)) * 2, "{scheme}, {len} tokens");
+            assert_eq!(got.plain_rows.len(), (len - p.edge(len - 1)) * 2, "{scheme}, {len} tokens");
             assert!(got.records[..] == longest.records[..got.records.len()], "{scheme}, {len} tokens");
         }
     }
@@ -150,11 +166,11 @@ fn a_record_is_its_own_tokens() {
                 rows.chunks(2 * d).flat_map(|r| r[head * d..][..d].iter().map(|&x| f16::from_f32(x))).collect()
             };
             let (k, v) = (part(0), part(1));
-            let blocks: Vec<(Vec<f16>, &[f16])> = (0..g / F16_BLOCK_LEN)
+            let blocks: Vec<(Vec<f16>, &[f16])> = (0..g / BLOCK_LEN)
                 .map(|b| {
-                    let k_block = &k[b * F16_BLOCK_LEN * d..][..F16_BLOCK_LEN * d];
-                    let transposed = (0..d * F16_BLOCK_LEN).map(|x| k_block[x % F16_BLOCK_LEN * d + x / F16_BLOCK_LEN]);
-                    (transposed.collect(), &v[b * F16_BLOCK_LEN * d..][..F16_BLOCK_LEN * d])
+                    let k_block = &k[b * BLOCK_LEN * d..][..BLOCK_LEN * d];
+                    let transposed = (0..d * BLOCK_LEN).map(|x| k_block[x % BLOCK_LEN * d + x / BLOCK_LEN]);
+                    (transposed.collect(), &v[b * BLOCK_LEN * d..][..BLOCK_LEN * d])
                 })
                 .collect();
             let blocks: Vec<_> = blocks.iter().map(|(k, v)| (&k[..], *v)).collect();
@@ -180,6 +196,26 @@ fn groups_do_not_straddle_requests() {
                 assert!(held(&cache, seq) == prefilled(scheme, request, len), "{scheme}: request {request}, {len}");
             }
         }
+    }
+}
+
+/// A bf16 row is its f32 row rounded once: not by way of f16, which would round twice and lose what f16 cannot hold.
+#[test]
+fn bf16_rows_are_rounded_straight_from_f32() {
+    let mut cache = cache("bf16");
+    let seq = cache.add_sequence();
+    let row_len = shape().row_len();
+    // f16 makes the first a tie, which then falls to the even side; the others are beyond f16 on either end.
+    let numbers = [(1.0 + 2f32.powi(-8)).next_up(), 1e30, -3e-39, 2f32.powi(-133), 70_000.0, -0.0];
+    let x: Vec<f32> = (0..40 * row_len).map(|i| numbers[i % numbers.len()]).collect();
+    cache.append(0, &[Rows { seq, rows: 40 }], &x, &x).unwrap();
+    let held = held(&cache, seq);
+    assert_ne!(bf16::from_f32(numbers[0]), bf16::from_f32(f16::from_f32(numbers[0]).to_f32()));
+    for (i, got) in held.plain_rows.iter().enumerate() {
+        let (position, head) = (i / 2, i % 2);
+        let row = x[position * row_len + head * 64..][..64].iter().map(|&x| bf16::from_f32(x).to_bits());
+        let want: Vec<u16> = row.clone().chain(row).collect();
+        assert_eq!(*got, want, "position {position}, head {head}");
     }
 }
 

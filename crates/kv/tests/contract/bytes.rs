@@ -5,10 +5,10 @@
 use crate::numbers::{Request, Rig};
 use kvant_kv::{Arm, CacheBytes, LayerConfig, LayerShape, PackedScheme, Scheme};
 
-/// Tokens of a block of f16 rows.
+/// Tokens of a block of f16 or bf16 rows.
 const BLOCK: usize = 32;
 
-fn f16_row_bytes(shape: &LayerShape) -> usize {
+fn plain_row_bytes(shape: &LayerShape) -> usize {
     shape.kv_heads * shape.head_dim * 2 * 2
 }
 
@@ -24,10 +24,14 @@ fn group_bytes(shape: &LayerShape, p: &PackedScheme) -> usize {
 /// The bytes of one layer with sequences of (committed, all) tokens.
 fn expected(config: &LayerConfig, arm: Arm, sequences: &[(usize, usize)]) -> CacheBytes {
     let mut sum = CacheBytes::default();
-    let row = f16_row_bytes(&config.shape);
+    let row = plain_row_bytes(&config.shape);
     for &(committed, len) in sequences {
         sum.f16_bytes_equivalent += len * row;
-        let scheme = if arm == Arm::F16 { Scheme::F16 } else { config.scheme };
+        let scheme = match arm {
+            Arm::F16 => Scheme::F16,
+            Arm::Bf16 => Scheme::Bf16,
+            _ => config.scheme,
+        };
         let Scheme::Packed(p) = scheme else {
             sum.window_bytes += len.div_ceil(BLOCK) * BLOCK * row;
             continue;
@@ -60,10 +64,10 @@ fn check(rig: &Rig, arm: Arm, schemes: &[&str], sequences: &[(usize, usize)]) {
 
 #[test]
 fn bytes_equal_the_formula_at_every_length_and_after_every_operation() {
-    let all = ["f16", "k4v4g64w128s4p512", "k2v8g32w17s16", "k3v3g128", "k8v2g64w1p64"];
+    let all = ["f16", "bf16", "k4v4g64w128s4p512", "k2v8g32w17s16", "k3v3g128", "k8v2g64w1p64"];
     for (head_dim, kv_heads) in [(64, 1), (80, 2), (128, 3)] {
         let shape = LayerShape::new(kv_heads, kv_heads, head_dim).unwrap();
-        for arm in [Arm::Fused, Arm::DequantOnce, Arm::DequantStep, Arm::F16] {
+        for arm in [Arm::Fused, Arm::DequantOnce, Arm::DequantStep, Arm::F16, Arm::Bf16] {
             let mut rig = Rig::layers(shape, &all, arm, "portable", 1);
             check(&rig, arm, &all, &[]);
             let a = rig.add(1);
@@ -99,7 +103,7 @@ fn bytes_equal_the_formula_at_every_length_and_after_every_operation() {
 #[test]
 fn trim_to_zero_gives_everything_back() {
     let shape = LayerShape::new(2, 2, 64).unwrap();
-    let schemes = ["k4v4g64w128s4p512", "f16", "k2v2g32"];
+    let schemes = ["k4v4g64w128s4p512", "f16", "bf16", "k2v2g32"];
     for arm in [Arm::Fused, Arm::DequantOnce] {
         let mut rig = Rig::layers(shape, &schemes, arm, "portable", 1);
         let a: Request = rig.add(1);

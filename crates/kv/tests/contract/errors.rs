@@ -1,26 +1,33 @@
 //! Errors: each names what is wrong and where, and nothing of the call is done.
 
 use crate::numbers::{Rig, bits, tokens};
-use kvant_kv::{Arm, AttendOptions, Attention, Cache, Error, LayerConfig, LayerShape, Rows, Scheme};
+use kvant_kv::{Arm, AttendOptions, Attention, Cache, Error, LayerConfig, LayerShape, RowFormat, Rows, Scheme};
 
 fn shape() -> LayerShape {
     LayerShape::new(4, 2, 64).unwrap()
 }
 
-/// A rig of two layers with two requests, of 70 and 33 tokens.
+/// A rig of three layers with two requests, of 70 and 33 tokens.
 fn two_requests() -> (Rig, [crate::numbers::Request; 2]) {
-    let mut rig = Rig::layers(shape(), &["k4v4g32w8s2", "f16"], Arm::Fused, "portable", 1);
+    let mut rig = Rig::layers(shape(), &["k4v4g32w8s2", "f16", "bf16"], Arm::Fused, "portable", 1);
     let requests = [rig.add(1), rig.add(2)];
     rig.step(&[(requests[0], 70), (requests[1], 33)]);
     (rig, requests)
 }
 
 #[test]
-fn a_value_that_f16_cannot_hold_names_its_place_and_nothing_is_stored() {
-    let bad = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 65520.0, -65520.0, 1e30];
-    for (i, value) in bad.into_iter().enumerate() {
+fn a_value_that_the_format_cannot_hold_names_its_place_and_nothing_is_stored() {
+    let beyond_f16 = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 65520.0, -65520.0, 1e30];
+    // Half a step above the largest bf16, 0x7f7f, on.
+    let tie = f32::from_bits(0x7f7f_8000);
+    let beyond_bf16 = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, tie, -tie, f32::MAX];
+    for i in 0..6 {
         for tensor in ["K", "V"] {
-            for layer in [0, 1] {
+            for layer in [0, 1, 2] {
+                let (value, format) = match layer {
+                    2 => (beyond_bf16[i], RowFormat::Bf16),
+                    _ => (beyond_f16[i], RowFormat::F16),
+                };
                 let (mut rig, [a, b]) = two_requests();
                 let before = (rig.cache.bytes(), bits(&rig.newest(a)), bits(&rig.newest(b)));
                 // 40 rows of a would pack a group; the bad value is in row 3 of b, head 1.
@@ -30,12 +37,13 @@ fn a_value_that_f16_cannot_hold_names_its_place_and_nothing_is_stored() {
                 x[(40 + 3) * 128 + 64 + 9 * i] = value;
                 let e = rig.cache.append(layer, &batch, &t.k, &t.v).unwrap_err();
                 let text = e.to_string();
-                let Error::NotFinite { tensor: t2, layer: l2, head: 1, token: 36, value: v2 } = e else {
+                let Error::NotFinite { tensor: t2, format: f2, layer: l2, head: 1, token: 36, value: v2 } = e else {
                     panic!("{e:?}")
                 };
-                assert!(t2 == tensor && l2 == layer && v2.to_bits() == value.to_bits(), "{text}");
+                assert!(t2 == tensor && f2 == format && l2 == layer && v2.to_bits() == value.to_bits(), "{text}");
                 let place = format!("layer {layer}, head 1, token 36");
-                assert!(text.starts_with(tensor) && text.contains(&place), "{text}");
+                let start = format!("{tensor} has a value that {format} cannot hold ({value})");
+                assert!(text.starts_with(&start) && text.contains(&place), "{text}");
                 assert_eq!(before, (rig.cache.bytes(), bits(&rig.newest(a)), bits(&rig.newest(b))));
                 assert_eq!((rig.cache.len(layer, a.seq), rig.cache.len(layer, b.seq)), (Ok(70), Ok(33)));
             }
@@ -43,14 +51,16 @@ fn a_value_that_f16_cannot_hold_names_its_place_and_nothing_is_stored() {
     }
 }
 
-/// The largest numbers that round to a finite f16 are stored.
+/// The largest numbers that round to a finite f16 or bf16 are stored.
 #[test]
-fn values_that_round_to_the_largest_f16_are_stored() {
+fn values_that_round_to_the_largest_of_the_format_are_stored() {
     let (mut rig, [a, _]) = two_requests();
-    let mut t = tokens(1, 0, 70..71, &shape());
-    (t.k[5], t.v[7]) = (65519.0, -65519.0);
-    rig.cache.append(0, &[Rows { seq: a.seq, rows: 1 }], &t.k, &t.v).unwrap();
-    assert_eq!(rig.cache.len(0, a.seq), Ok(71));
+    for (layer, largest) in [(0, 65519.0), (1, 65519.0), (2, f32::from_bits(0x7f7f_7fff))] {
+        let mut t = tokens(1, layer, 70..71, &shape());
+        (t.k[5], t.v[7]) = (largest, -largest);
+        rig.cache.append(layer, &[Rows { seq: a.seq, rows: 1 }], &t.k, &t.v).unwrap();
+        assert_eq!(rig.cache.len(layer, a.seq), Ok(71));
+    }
 }
 
 #[test]
@@ -83,11 +93,11 @@ fn calls_with_wrong_sequences_rows_layers_or_lengths_are_refused() {
     assert!(matches!(cache.trim(gone.seq, 0), Err(Error::NoSuchSequence { .. })));
     assert!(matches!(cache.remove_sequence(gone.seq), Err(Error::NoSuchSequence { .. })));
     assert!(matches!(cache.len(0, gone.seq), Err(Error::NoSuchSequence { .. })));
-    let no_layer = Error::NoSuchLayer { layer: 2, layers: 2 };
-    assert_eq!(cache.append(2, &[one(a.seq)], &row, &row), Err(no_layer.clone()));
-    assert_eq!(cache.commit(2, &[one(a.seq)]), Err(no_layer.clone()));
-    assert_eq!(cache.len(2, a.seq), Err(no_layer.clone()));
-    assert_eq!(cache.layer_config(2), Err(no_layer));
+    let no_layer = Error::NoSuchLayer { layer: 3, layers: 3 };
+    assert_eq!(cache.append(3, &[one(a.seq)], &row, &row), Err(no_layer.clone()));
+    assert_eq!(cache.commit(3, &[one(a.seq)]), Err(no_layer.clone()));
+    assert_eq!(cache.len(3, a.seq), Err(no_layer.clone()));
+    assert_eq!(cache.layer_config(3), Err(no_layer));
     assert!(matches!(cache.trim(a.seq, 71), Err(Error::Shape { expected: 70, got: 71, .. })));
     assert_eq!(cache.bytes(), bytes, "none of these changed anything");
     cache.append(0, &[], &[], &[]).unwrap();
@@ -111,7 +121,7 @@ fn attention_refuses_what_it_cannot_answer() {
     };
     let q = vec![0.5; 512];
     assert!(matches!(attend(0, &[one(gone.seq)], &q[..256], 256, &plain), Error::NoSuchSequence { .. }));
-    assert!(matches!(attend(2, &[one(a.seq)], &q[..256], 256, &plain), Error::NoSuchLayer { layer: 2, layers: 2 }));
+    assert!(matches!(attend(3, &[one(a.seq)], &q[..256], 256, &plain), Error::NoSuchLayer { layer: 3, layers: 3 }));
     assert!(matches!(attend(0, &[one(a.seq)], &q[..255], 256, &plain), Error::Shape { what: "length of q", .. }));
     assert!(matches!(attend(0, &[one(a.seq)], &q[..256], 512, &plain), Error::Shape { what: "length of out", .. }));
     assert!(matches!(attend(0, &[one(empty.seq)], &q[..256], 256, &plain), Error::Shape { expected: 0, got: 1, .. }));
@@ -125,10 +135,17 @@ fn attention_refuses_what_it_cannot_answer() {
     let mut q = q;
     q[256 + 2 * 64 + 5] = f32::NEG_INFINITY;
     let e = attend(1, &[one(a.seq), one(b.seq)], &q, 512, &plain);
-    let place = Error::NotFinite { tensor: "Q", layer: 1, head: 2, token: 32, value: f32::NEG_INFINITY };
+    let place = Error::NotFinite {
+        tensor: "Q",
+        format: RowFormat::F16,
+        layer: 1,
+        head: 2,
+        token: 32,
+        value: f32::NEG_INFINITY,
+    };
     assert_eq!(e, place);
     assert!(out.iter().all(|&x| x == 7.0), "a refused call writes nothing");
-    assert!(attention.routes().values().sum::<u64>() == 2, "and counts nothing: the two are two_requests' own");
+    assert!(attention.routes().values().sum::<u64>() == 3, "and counts nothing: the three are two_requests' own");
 }
 
 #[test]

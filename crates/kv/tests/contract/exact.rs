@@ -10,7 +10,7 @@ use proptest::prelude::*;
 #[test]
 fn the_layers_axis_equals_a_loop() {
     let shape = LayerShape::new(6, 2, 64).unwrap();
-    let schemes = ["k4v4g32w16", "f16", "k2v8g64w5s4", "k8v3g32s1p64"];
+    let schemes = ["k4v4g32w16", "f16", "bf16", "k2v8g64w5s4", "k8v3g32s1p64"];
     for kernel in kernels_here() {
         for layers in [1, 3, 4, 32] {
             let schemes: Vec<_> = schemes.into_iter().cycle().take(layers).collect();
@@ -46,7 +46,7 @@ fn a_request_alone_equals_itself_in_any_batch_at_any_place_on_any_threads() {
     let shape = LayerShape::new(6, 2, 64).unwrap();
     let prompts = [1usize, 37, 66, 300, 511, 715];
     for kernel in kernels_here() {
-        for scheme in ["f16", "k4v4g64w128s4p512", "k2v3g32w7"] {
+        for scheme in ["f16", "bf16", "k4v4g64w128s4p512", "k2v3g32w7"] {
             let want: Vec<_> = (0..prompts.len()).map(|i| alone(shape, scheme, kernel, i as u64, prompts[i])).collect();
             for threads in [1, 2, 3, 5] {
                 let places = [(4, 6), (5, 3), (0, 6), (1, 6), (2, 2)];
@@ -91,7 +91,7 @@ fn prefill_in_chunks_and_single_steps_give_the_rows_of_one_prefill() {
     for (q_heads, kv_heads) in [(2, 2), (5, 1)] {
         let shape = LayerShape::new(q_heads, kv_heads, 64).unwrap();
         for kernel in kernels_here() {
-            for scheme in ["f16", "k4v4g64w128s4p512", "k3v2g32w0s1", "k8v8g32w33p96"] {
+            for scheme in ["f16", "bf16", "k4v4g64w128s4p512", "k3v2g32w0s1", "k8v8g32w33p96"] {
                 let whole = in_pieces(shape, scheme, kernel, len, &[len]);
                 for chunk in [1, 7, 100, 513] {
                     let chunks = vec![chunk; len / chunk];
@@ -139,14 +139,14 @@ fn dequant_once_equals_dequant_step() {
 #[test]
 fn layers_of_different_schemes_each_equal_a_cache_of_that_scheme() {
     let shape = LayerShape::new(4, 2, 64).unwrap();
-    let schemes = ["f16", "k4v4g32w10", "k2v8g128s3", "k3v3g64w64p128"];
+    let schemes = ["f16", "bf16", "k4v4g32w10", "k2v8g128s3", "k3v3g64w64p128"];
     for kernel in kernels_here() {
         let mut mixed = Rig::layers(shape, &schemes, Arm::Fused, kernel, 2);
         let request = mixed.add(4);
         let together: Vec<_> = [270, 1].into_iter().flat_map(|rows| mixed.step(&[(request, rows)])).collect();
         for (layer, scheme) in schemes.into_iter().enumerate() {
             // As many layers, so that the layer keeps its number and with it its numbers.
-            let mut uniform = Rig::layers(shape, &[scheme; 4], Arm::Fused, kernel, 2);
+            let mut uniform = Rig::layers(shape, &[scheme; 5], Arm::Fused, kernel, 2);
             let request = uniform.add(4);
             for (step, rows) in [270, 1].into_iter().enumerate() {
                 let out = uniform.step(&[(request, rows)]).remove(0);
@@ -163,7 +163,7 @@ fn layers_of_different_schemes_each_equal_a_cache_of_that_scheme() {
 fn how_work_is_cut_does_not_show() {
     let shape = LayerShape::new(4, 2, 64).unwrap();
     for kernel in kernels_here() {
-        for scheme in ["k4v4g64w128s4p512", "k2v2g32"] {
+        for scheme in ["k4v4g64w128s4p512", "k2v2g32", "bf16"] {
             let mut rig = Rig::new(shape, scheme, kernel, 1);
             let request = rig.add(1);
             rig.append(&[(request, 9100)]);

@@ -3,7 +3,7 @@
 //! NOT here: bit equality (exact.rs).
 
 use crate::numbers::{Rig, kernels_here, tokens};
-use half::f16;
+use half::{bf16, f16};
 use kvant_kv::attend::reference::attend_f64;
 use kvant_kv::{LayerShape, PackedScheme, Scheme};
 
@@ -56,12 +56,13 @@ fn pack_all(p: &PackedScheme, d: usize, k: &[f64], v: &[f64]) -> (Vec<f64>, Vec<
 fn a_query_sees_what_its_position_says() {
     let shape = LayerShape::new(4, 2, 64).unwrap();
     let (d, len) = (64, 330);
-    for scheme in ["f16", "k4v4g64w128s4p512", "k2v3g32", "k3v2g32w40s16p96", "k8v8g128w3", "k4v8g32w0s5p64"] {
+    for scheme in ["f16", "bf16", "k4v4g64w128s4p512", "k2v3g32", "k3v2g32w40s16p96", "k8v8g128w3", "k4v8g32w0s5p64"] {
         let t = tokens(1, 0, 0..len, &shape);
+        let stored = |x: f32| if scheme == "bf16" { bf16::from_f32(x).to_f64() } else { to_f16(x as f64) };
         let mut want = vec![0.0; len * 4 * d];
         for head in 0..2 {
             let row = |x: &[f32]| -> Vec<f64> {
-                x.chunks(128).flat_map(|r| r[head * d..][..d].iter().map(|&x| to_f16(x as f64))).collect()
+                x.chunks(128).flat_map(|r| r[head * d..][..d].iter().map(|&x| stored(x))).collect()
             };
             let (k, v) = (row(&t.k), row(&t.v));
             let parsed: Scheme = scheme.parse().unwrap();

@@ -58,6 +58,31 @@ fn the_packed_part_really_differs_from_f16() {
     }
 }
 
+/// A control that is accepted while the live cache stays f16: bf16 rounds eight times as coarsely.
+#[test]
+fn a_bf16_cache_really_is_bf16_whether_by_scheme_or_by_arm() {
+    let shape = LayerShape::new(4, 2, 64).unwrap();
+    for kernel in kernels_here() {
+        let newest = |scheme: &str, arm: Arm| {
+            let mut rig = Rig::layers(shape, &[scheme], arm, kernel, 2);
+            let request = rig.add(1);
+            rig.step(&[(request, 200)]);
+            (rig.newest(request), rig.attention.routes().keys().cloned().collect::<Vec<_>>())
+        };
+        let (f16, route) = newest("k4v4g64", Arm::F16);
+        assert_eq!(route, [format!("{kernel}:f16")]);
+        let (bf16, route) = newest("bf16", Arm::Fused);
+        assert_eq!(route, [format!("{kernel}:bf16")]);
+        let off: f32 = bf16.iter().zip(&f16).map(|(a, b)| (a - b).powi(2)).sum();
+        let err = (off / f16.iter().map(|x| x * x).sum::<f32>()).sqrt();
+        // Rounding alone is at most 2^-9 of a number, and errors of many keys cancel in part.
+        assert!(err > 1e-4 && err < 1e-2, "{kernel}: {err}");
+        for (scheme, arm) in [("bf16", Arm::Bf16), ("k4v4g64", Arm::Bf16), ("bf16", Arm::DequantStep)] {
+            assert_eq!(newest(scheme, arm), (bf16.clone(), route.clone()), "{scheme} {arm}");
+        }
+    }
+}
+
 /// A benchmark that does not attend its newest token, or whose window, packed part or sinks are decoration.
 #[test]
 fn every_kind_of_token_counts() {
@@ -113,7 +138,7 @@ fn decoding_packs_a_group_whenever_one_is_due() {
 fn the_same_prompt_four_times_gives_four_equal_results_equal_to_it_alone() {
     let shape = LayerShape::new(4, 4, 64).unwrap();
     for kernel in kernels_here() {
-        for scheme in ["f16", "k4v4g64w128s4p512", "k2v2g32"] {
+        for scheme in ["f16", "bf16", "k4v4g64w128s4p512", "k2v2g32"] {
             let mut one = Rig::new(shape, scheme, kernel, 2);
             let single = one.add(7);
             let mut four = Rig::new(shape, scheme, kernel, 2);
@@ -149,7 +174,7 @@ fn batch_size_equal_to_the_number_of_heads_is_no_special_case() {
 fn a_longer_or_shorter_row_in_the_batch_changes_nothing() {
     let shape = LayerShape::new(2, 1, 64).unwrap();
     for kernel in kernels_here() {
-        for arm in [Arm::Fused, Arm::DequantOnce, Arm::DequantStep, Arm::F16] {
+        for arm in [Arm::Fused, Arm::DequantOnce, Arm::DequantStep, Arm::F16, Arm::Bf16] {
             let decode = |other: Option<usize>| {
                 let mut rig = Rig::layers(shape, &["k4v4g64w16"], arm, kernel, 2);
                 let request = rig.add(1);

@@ -49,8 +49,8 @@ struct Row {
 /// [`Failure`] for bad input, too little memory, or results further apart than the kernels' tolerances.
 pub fn run(args: &ExperimentArgs) -> Result<()> {
     let lab = Lab::new(args, "k4v4g64,k2v2g64")?;
-    if lab.schemes.contains(&Scheme::F16) {
-        return Err(Failure::input("--kv f16 has nothing to decode", SCHEME_HINT).into());
+    if let Some(plain) = lab.schemes.iter().find(|s| s.packed().is_none()) {
+        return Err(Failure::input(format!("--kv {plain} has nothing to decode"), SCHEME_HINT).into());
     }
     // kv_len and query rows.
     let points: &[(usize, usize)] = if lab.quick {

@@ -3,7 +3,9 @@
 
 use super::dequantize;
 use super::generic::{self, Kernel, LANES, LARGEST, RowFit, Tile};
-use crate::cache::layout::{F16_BLOCK_LEN, F16Layout, RecordLayout};
+use crate::RowFormat;
+use crate::cache::layout::{BLOCK_LEN, PlainLayout, RecordLayout};
+use crate::element::Element;
 use crate::quant::pack::{LINE, QUAD};
 use half::f16;
 use std::arch::x86_64::*;
@@ -44,6 +46,23 @@ macro_rules! each {
         };
         [eight(0), eight(8)]
     }};
+}
+
+/// Rounds finite numbers.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn narrow<E: Element>(x: __m256) -> __m128i {
+    match E::FORMAT {
+        RowFormat::F16 => _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x),
+        RowFormat::Bf16 => {
+            // Half a step less one, and one more where the last bit that stays is odd: ties go to even.
+            let bits = _mm256_castps_si256(x);
+            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+            let sum = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+            let words = _mm256_srli_epi32::<16>(sum);
+            _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256::<1>(words))
+        }
+    }
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -129,12 +148,12 @@ impl Kernel for Avx2 {
     }
 
     #[inline(always)]
-    fn round(self, x: &[f32; LANES]) -> [f16; LANES] {
-        let mut out = [f16::ZERO; LANES];
+    fn round<E: Element>(self, x: &[f32; LANES]) -> [E; LANES] {
+        let mut out = [E::ZERO; LANES];
         for half in [0, 8] {
             // SAFETY: self proves the features; x has the 64 bytes that are read, out the 32 that are written.
             unsafe {
-                let x = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_loadu_ps(x.as_ptr().add(half)));
+                let x = narrow::<E>(_mm256_loadu_ps(x.as_ptr().add(half)));
                 _mm_storeu_si128(out.as_mut_ptr().add(half).cast(), x);
             }
         }
@@ -221,7 +240,7 @@ impl Kernel for Avx2 {
     }
 
     #[inline(always)]
-    fn transpose(self, rows: &[f32], stride: usize, n: usize, tile: &mut Tile) {
+    fn transpose<E: Element>(self, rows: &[f32], stride: usize, n: usize, tile: &mut Tile<E>) {
         // SAFETY: self proves the features.
         unsafe { transpose(rows, stride, n, tile) }
     }
@@ -254,9 +273,9 @@ fn slot(rows: [&[f16; LANES]; QUAD], fit: &[RowFit; QUAD], top: f32) -> [__m256i
 
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-fn transpose(rows: &[f32], stride: usize, n: usize, tile: &mut Tile) {
+fn transpose<E: Element>(rows: &[f32], stride: usize, n: usize, tile: &mut Tile<E>) {
     assert!(n > 0 && rows.len() >= (n - 1) * stride + LANES);
-    for first in (0..F16_BLOCK_LEN).step_by(8) {
+    for first in (0..BLOCK_LEN).step_by(8) {
         // Halves: channels 0-7 and 8-15.
         let mut x = [_mm256_setzero_si256(); 8];
         for t in 0..8 {
@@ -265,9 +284,7 @@ fn transpose(rows: &[f32], stride: usize, n: usize, tile: &mut Tile) {
                 let row = rows.as_ptr().add((first + t).min(n - 1) * stride);
                 [_mm256_loadu_ps(row), _mm256_loadu_ps(row.add(8))]
             };
-            let low = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(low);
-            let high = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(high);
-            x[t] = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(low), high);
+            x[t] = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(narrow::<E>(low)), narrow::<E>(high));
         }
         let pairs =
             [0, 2, 4, 6].map(|i| [_mm256_unpacklo_epi16(x[i], x[i + 1]), _mm256_unpackhi_epi16(x[i], x[i + 1])]);

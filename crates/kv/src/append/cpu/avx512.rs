@@ -3,7 +3,9 @@
 
 use super::dequantize;
 use super::generic::{self, Kernel, LANES, LARGEST, RowFit, Tile};
-use crate::cache::layout::{F16Layout, RecordLayout};
+use crate::RowFormat;
+use crate::cache::layout::{PlainLayout, RecordLayout};
+use crate::element::Element;
 use crate::quant::pack::{LINE, QUAD};
 use half::f16;
 use std::arch::x86_64::*;
@@ -51,6 +53,22 @@ macro_rules! each {
         let order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
         _mm512_permutexvar_ps(order, d)
     }};
+}
+
+/// Rounds finite numbers. Of bf16 not with `vcvtneps2bf16`, which takes subnormals for 0.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+#[inline]
+fn narrow<E: Element>(x: __m512) -> __m256i {
+    match E::FORMAT {
+        RowFormat::F16 => _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x),
+        RowFormat::Bf16 => {
+            // Half a step less one, and one more where the last bit that stays is odd: ties go to even.
+            let bits = _mm512_castps_si512(x);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let sum = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+            _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(sum))
+        }
+    }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
@@ -123,11 +141,11 @@ impl Kernel for Avx512 {
     }
 
     #[inline(always)]
-    fn round(self, x: &[f32; LANES]) -> [f16; LANES] {
-        let mut out = [f16::ZERO; LANES];
+    fn round<E: Element>(self, x: &[f32; LANES]) -> [E; LANES] {
+        let mut out = [E::ZERO; LANES];
         // SAFETY: self proves the features; x has the 64 bytes that are read, out the 32 that are written.
         unsafe {
-            let x = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm512_loadu_ps(x.as_ptr()));
+            let x = narrow::<E>(_mm512_loadu_ps(x.as_ptr()));
             _mm256_storeu_si256(out.as_mut_ptr().cast(), x);
         }
         out
@@ -197,7 +215,7 @@ impl Kernel for Avx512 {
     }
 
     #[inline(always)]
-    fn transpose(self, rows: &[f32], stride: usize, n: usize, tile: &mut Tile) {
+    fn transpose<E: Element>(self, rows: &[f32], stride: usize, n: usize, tile: &mut Tile<E>) {
         // SAFETY: self proves the features.
         unsafe { transpose(rows, stride, n, tile) }
     }
@@ -231,15 +249,13 @@ fn slot(rows: [&[f16; LANES]; QUAD], fit: &[RowFit; QUAD], top: f32) -> __m512i 
 /// 16 numbers can be read at each of the rows.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
 #[inline]
-unsafe fn eight(rows: *const f32, stride: usize, last: usize, first: usize) -> [__m512i; 8] {
+unsafe fn eight<E: Element>(rows: *const f32, stride: usize, last: usize, first: usize) -> [__m512i; 8] {
     let mut x = [_mm512_setzero_si512(); 8];
     for t in 0..8 {
         // SAFETY: the caller's promise.
         let [low, high] =
             [first + t, first + t + 16].map(|t| unsafe { _mm512_loadu_ps(rows.add(t.min(last) * stride)) });
-        let low = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(low);
-        let high = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(high);
-        x[t] = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high);
+        x[t] = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(narrow::<E>(low)), narrow::<E>(high));
     }
     let pairs = [0, 2, 4, 6].map(|i| [_mm512_unpacklo_epi16(x[i], x[i + 1]), _mm512_unpackhi_epi16(x[i], x[i + 1])]);
     let [x, y] = [0, 2].map(|i| {
@@ -261,10 +277,10 @@ unsafe fn eight(rows: *const f32, stride: usize, last: usize, first: usize) -> [
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
 #[inline]
-fn transpose(rows: &[f32], stride: usize, n: usize, tile: &mut Tile) {
+fn transpose<E: Element>(rows: &[f32], stride: usize, n: usize, tile: &mut Tile<E>) {
     assert!(n > 0 && rows.len() >= (n - 1) * stride + LANES);
     // SAFETY: 16 numbers of row n-1 and of those before it were just checked.
-    let (a, b) = unsafe { (eight(rows.as_ptr(), stride, n - 1, 0), eight(rows.as_ptr(), stride, n - 1, 8)) };
+    let (a, b) = unsafe { (eight::<E>(rows.as_ptr(), stride, n - 1, 0), eight::<E>(rows.as_ptr(), stride, n - 1, 8)) };
     let low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
     let high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
     for c in 0..8 {

@@ -5,7 +5,7 @@
 //! NOT here: reading codes for attention (attend/cpu), bits inside a line (quant/pack.rs).
 
 use super::generic::{Kernel, LANES, PERIOD, SETS};
-use crate::cache::layout::{F16_BLOCK_LEN, RecordLayout};
+use crate::cache::layout::{BLOCK_LEN, RecordLayout};
 use crate::quant::pack::{LINE, QUAD};
 use half::f16;
 
@@ -17,7 +17,7 @@ pub(super) fn dequantize<T: Kernel>(
     record: &[u8],
     blocks: &mut [(&mut [f16], &mut [f16])],
 ) {
-    assert_eq!(blocks.len() * F16_BLOCK_LEN, layout.group_len);
+    assert_eq!(blocks.len() * BLOCK_LEN, layout.group_len);
     match layout.k_bits {
         2 => keys::<T, 2>(kernel, layout, record, blocks),
         3 => keys::<T, 3>(kernel, layout, record, blocks),
@@ -71,8 +71,8 @@ fn values<T: Kernel, const BITS: usize>(
         let quads = PERIOD / sets;
         for (part, lines) in record[panel.bytes].chunks_exact(BITS * LINE).enumerate() {
             let first_token = part * quads * QUAD;
-            let rows = blocks[first_token / F16_BLOCK_LEN].1.as_chunks_mut::<LANES>().0;
-            let rows = &mut rows[first_token % F16_BLOCK_LEN * stride..][..quads * QUAD * stride];
+            let rows = blocks[first_token / BLOCK_LEN].1.as_chunks_mut::<LANES>().0;
+            let rows = &mut rows[first_token % BLOCK_LEN * stride..][..quads * QUAD * stride];
             let slots = slots::<T, BITS>(kernel, lines);
             for half in (0..quads * QUAD).step_by(LANES) {
                 let steps = numbers(kernel, scales, first_token + half);

@@ -1,4 +1,4 @@
-//! Append, written once for every instruction set. In: f32 rows, f16 blocks; out: f16 blocks, records.
+//! Append, written once for every instruction set. In: f32 rows, f16 blocks; out: f16 or bf16 blocks, records.
 //!
 //! Formula: that of quant/affine.rs, to the bit: every instruction set does the same f32 roundings. Exact ties are common
 //! (x, zero and scale have 11 bits each), so the quotient must be the rounded one, but need not be divided for:
@@ -8,9 +8,11 @@
 //! Tried and lost: `y*r` alone: two operations fewer, but an exact tie falls to either side (golden cases saw it).
 //! NOT here: which tokens are packed when (cache/), bits inside a line for reading (quant/pack.rs), checks.
 
-use crate::cache::layout::{F16_BLOCK_LEN, F16Layout, RecordLayout};
+use crate::RowFormat;
+use crate::cache::layout::{BLOCK_LEN, PlainLayout, RecordLayout};
+use crate::element::Element;
 use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES};
-use half::f16;
+use half::{bf16, f16};
 
 /// Rows of a block or record that are handled at once: the lanes of a vector, so that their scales are one vector.
 pub(super) const LANES: usize = SLOT_LANES;
@@ -21,7 +23,7 @@ pub(super) const PERIOD: usize = 8;
 pub(super) const LARGEST: f32 = f16::MAX.to_f32_const();
 
 /// 16 channels of 32 tokens, as a K block holds them.
-pub(super) type Tile = [[f16; F16_BLOCK_LEN]; LANES];
+pub(super) type Tile<E> = [[E; BLOCK_LEN]; LANES];
 
 /// What an instruction set does with 16 lanes.
 pub(super) trait Kernel: Copy {
@@ -42,8 +44,8 @@ pub(super) trait Kernel: Copy {
     fn max_of_each(self, x: &[Self::Lanes; LANES]) -> Self::Lanes;
     /// The larger of each dword of `peak` (below 2^31) and the bits of the number's magnitude.
     fn peak(self, peak: Self::Slot, x: &[f32; LANES]) -> Self::Slot;
-    /// To f16, ties to even.
-    fn round(self, x: &[f32; LANES]) -> [f16; LANES];
+    /// To E, ties to even; the numbers are finite in it.
+    fn round<E: Element>(self, x: &[f32; LANES]) -> [E; LANES];
     /// All zero.
     fn blank(self) -> Self::Slot;
     /// Codes `rint(clamp((x - zero) / step, 0, top))`, ties to even, of four rows; 0 where the step is 0.
@@ -61,7 +63,7 @@ pub(super) trait Kernel: Copy {
     fn values(self, slot: Self::Slot, row: usize, step: f32, zero: f32) -> [f16; LANES];
     /// Rounds 32 rows of 16 and transposes them. Row t is at `rows[t.min(n-1)*stride..]`: with fewer than 32 rows the last
     /// one fills the tile.
-    fn transpose(self, rows: &[f32], stride: usize, n: usize, tile: &mut Tile);
+    fn transpose<E: Element>(self, rows: &[f32], stride: usize, n: usize, tile: &mut Tile<E>);
 }
 
 /// What the codes of one row or channel are made with.
@@ -74,9 +76,9 @@ pub(super) struct RowFit {
     pub inverse: f32,
 }
 
-/// Whether all numbers round to a finite f16: from 65520 on they round to infinity.
+/// Whether all numbers round to finite ones of the format.
 #[inline(always)]
-pub(super) fn finite<T: Kernel>(kernel: T, x: &[f32]) -> bool {
+pub(super) fn finite<T: Kernel>(kernel: T, x: &[f32], format: RowFormat) -> bool {
     /// Vectors at once: enough to run at the speed of memory.
     const CHAINS: usize = 4;
     let (whole, rest) = x.as_chunks::<{ CHAINS * LANES }>();
@@ -93,20 +95,36 @@ pub(super) fn finite<T: Kernel>(kernel: T, x: &[f32]) -> bool {
         kernel.store_line(peak, &mut line);
         top = line.as_chunks().0.iter().map(|&x| u32::from_le_bytes(x)).fold(top, u32::max);
     }
-    top < 65520f32.to_bits()
+    top < format.refused_from().to_bits()
 }
 
 /// Below this many rows a transposed store costs less than a tile. It is bound by the lines of K it touches, one for each
 /// number; asking for them ahead gained nothing.
 const FEW_ROWS: usize = 4;
 
-/// Writes rows from `slot` of a block on, rounded to f16.
+/// Writes rows from `slot` of a block on, rounded to the block's format.
 ///
-/// Shapes: `k`, `v`: f32 `[rows][row_len]`, finite in f16; `slot + rows <= 32`.
+/// Shapes: `k`, `v`: f32 `[rows][row_len]`, finite in the format; `slot + rows <= 32`.
 #[inline(always)]
 pub(super) fn write_rows<T: Kernel>(
     kernel: T,
-    layout: &F16Layout,
+    layout: &PlainLayout,
+    block: &mut [u8],
+    slot: usize,
+    row_len: usize,
+    k: &[f32],
+    v: &[f32],
+) {
+    match layout.format {
+        RowFormat::F16 => write_rows_of::<T, f16>(kernel, layout, block, slot, row_len, k, v),
+        RowFormat::Bf16 => write_rows_of::<T, bf16>(kernel, layout, block, slot, row_len, k, v),
+    }
+}
+
+#[inline(always)]
+fn write_rows_of<T: Kernel, E: Element>(
+    kernel: T,
+    layout: &PlainLayout,
     block: &mut [u8],
     slot: usize,
     row_len: usize,
@@ -115,15 +133,15 @@ pub(super) fn write_rows<T: Kernel>(
 ) {
     let d = layout.head_dim;
     let rows = k.len() / row_len;
-    assert!(k.len() == v.len() && slot + rows <= F16_BLOCK_LEN && layout.tokens == F16_BLOCK_LEN);
-    let mut tile = [[f16::ZERO; F16_BLOCK_LEN]; LANES];
+    assert!(k.len() == v.len() && slot + rows <= BLOCK_LEN && layout.tokens == BLOCK_LEN);
+    let mut tile: Tile<E> = [[E::ZERO; BLOCK_LEN]; LANES];
     for head in 0..row_len / d {
-        let (k_out, v_out) = layout.head_mut(block, head);
+        let (k_out, v_out) = layout.head_mut::<E>(block, head);
         for (row, out) in v.chunks_exact(row_len).zip(v_out[slot * d..].chunks_exact_mut(d)) {
             round_row(kernel, &row[head * d..][..d], out);
         }
         for channel in (0..d).step_by(LANES) {
-            let out = k_out[channel * F16_BLOCK_LEN..][..LANES * F16_BLOCK_LEN].as_chunks_mut::<F16_BLOCK_LEN>().0;
+            let out = k_out[channel * BLOCK_LEN..][..LANES * BLOCK_LEN].as_chunks_mut::<BLOCK_LEN>().0;
             let from = &k[head * d + channel..];
             if rows < FEW_ROWS {
                 for row in 0..rows {
@@ -135,7 +153,7 @@ pub(super) fn write_rows<T: Kernel>(
                 continue;
             }
             kernel.transpose(from, row_len, rows, &mut tile);
-            if rows == F16_BLOCK_LEN {
+            if rows == BLOCK_LEN {
                 out.copy_from_slice(&tile);
             } else {
                 for (out, x) in out.iter_mut().zip(&tile) {
@@ -148,7 +166,7 @@ pub(super) fn write_rows<T: Kernel>(
 
 /// Rounds one row; its length is a multiple of 16.
 #[inline(always)]
-pub(super) fn round_row<T: Kernel>(kernel: T, row: &[f32], out: &mut [f16]) {
+pub(super) fn round_row<T: Kernel, E: Element>(kernel: T, row: &[f32], out: &mut [E]) {
     for (x, out) in row.as_chunks::<LANES>().0.iter().zip(out.as_chunks_mut::<LANES>().0) {
         *out = kernel.round(x);
     }
@@ -167,7 +185,7 @@ pub(super) fn write_record<T: Kernel>(
     sinks: usize,
     record: &mut [u8],
 ) {
-    assert!(blocks.len() * F16_BLOCK_LEN == layout.group_len && sinks <= LANES);
+    assert!(blocks.len() * BLOCK_LEN == layout.group_len && sinks <= LANES);
     match layout.k_bits {
         2 => keys::<T, 2>(kernel, layout, blocks, sinks, record),
         3 => keys::<T, 3>(kernel, layout, blocks, sinks, record),
@@ -252,13 +270,13 @@ fn values<T: Kernel, const BITS: usize>(
     let stride = layout.head_dim / LANES;
     for (block, (_, v)) in blocks.iter().enumerate() {
         let rows = v.as_chunks::<LANES>().0;
-        assert_eq!(rows.len(), F16_BLOCK_LEN * stride);
-        let first_token = block * F16_BLOCK_LEN;
+        assert_eq!(rows.len(), BLOCK_LEN * stride);
+        let first_token = block * BLOCK_LEN;
         for group in 0..layout.v_groups() {
             let channels = layout.v_channels(group);
             let (first, n) = (channels.start / LANES, channels.len() / LANES);
-            let mut fits = [RowFit::default(); F16_BLOCK_LEN];
-            for half in (0..F16_BLOCK_LEN).step_by(LANES) {
+            let mut fits = [RowFit::default(); BLOCK_LEN];
+            for half in (0..BLOCK_LEN).step_by(LANES) {
                 let mut low = [kernel.load(&rows[0]); LANES];
                 let mut high = low;
                 for i in 0..LANES {
@@ -303,7 +321,7 @@ fn value_lines<T: Kernel, const BITS: usize, const S: usize>(
     kernel: T,
     rows: &[[f16; LANES]],
     stride: usize,
-    fits: &[RowFit; F16_BLOCK_LEN],
+    fits: &[RowFit; BLOCK_LEN],
     lines: &mut [u8],
 ) {
     let fits = fits.as_chunks::<QUAD>().0;

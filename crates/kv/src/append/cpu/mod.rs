@@ -8,18 +8,18 @@
 macro_rules! entry_points {
     ($proof:ident, $features:literal) => {
         impl $proof {
-            pub(super) fn finite(self, x: &[f32]) -> bool {
+            pub(super) fn finite(self, x: &[f32], format: RowFormat) -> bool {
                 #[target_feature(enable = $features)]
-                fn entry(kernel: $proof, x: &[f32]) -> bool {
-                    generic::finite(kernel, x)
+                fn entry(kernel: $proof, x: &[f32], format: RowFormat) -> bool {
+                    generic::finite(kernel, x, format)
                 }
                 // SAFETY: self proves the features.
-                unsafe { entry(self, x) }
+                unsafe { entry(self, x, format) }
             }
 
             pub(super) fn write_rows(
                 self,
-                layout: &F16Layout,
+                layout: &PlainLayout,
                 block: &mut [u8],
                 slot: usize,
                 row_len: usize,
@@ -29,7 +29,7 @@ macro_rules! entry_points {
                 #[target_feature(enable = $features)]
                 fn entry(
                     kernel: $proof,
-                    layout: &F16Layout,
+                    layout: &PlainLayout,
                     block: &mut [u8],
                     slot: usize,
                     row_len: usize,
@@ -93,11 +93,12 @@ mod dequantize;
 mod generic;
 mod portable;
 
-use crate::cache::layout::{F16Layout, RecordLayout};
+use crate::RowFormat;
+use crate::cache::layout::{PlainLayout, RecordLayout};
 use half::f16;
 
 /// See [`generic::write_rows`]: layout, block, slot, row_len, k, v.
-pub(crate) type WriteRows = fn(&F16Layout, &mut [u8], usize, usize, &[f32], &[f32]);
+pub(crate) type WriteRows = fn(&PlainLayout, &mut [u8], usize, usize, &[f32], &[f32]);
 /// See [`generic::write_record`]: layout, blocks, sinks, record.
 pub(crate) type WriteRecord = fn(&RecordLayout, &[(&[f16], &[f16])], usize, &mut [u8]);
 /// See [`dequantize::dequantize`]: layout, record, blocks.
@@ -108,8 +109,8 @@ pub(crate) struct Variant {
     pub name: &'static str,
     /// Whether this processor can run it, or what it lacks. The functions below panic when it cannot.
     pub available: fn() -> Result<(), String>,
-    /// Whether all numbers round to a finite f16.
-    pub finite: fn(&[f32]) -> bool,
+    /// Whether all numbers round to finite ones of the format.
+    pub finite: fn(&[f32], RowFormat) -> bool,
     pub write_rows: WriteRows,
     pub write_record: WriteRecord,
     pub dequantize: Dequantize,
@@ -121,7 +122,7 @@ pub(crate) const VARIANTS: &[Variant] = &[
     Variant {
         name: "avx512",
         available: || available(avx512::Avx512::new(), avx512::NEEDS),
-        finite: |x| proof(avx512::Avx512::new()).finite(x),
+        finite: |x, format| proof(avx512::Avx512::new()).finite(x, format),
         write_rows: |l, block, slot, row_len, k, v| {
             proof(avx512::Avx512::new()).write_rows(l, block, slot, row_len, k, v);
         },
@@ -132,7 +133,7 @@ pub(crate) const VARIANTS: &[Variant] = &[
     Variant {
         name: "avx2",
         available: || available(avx2::Avx2::new(), avx2::NEEDS),
-        finite: |x| proof(avx2::Avx2::new()).finite(x),
+        finite: |x, format| proof(avx2::Avx2::new()).finite(x, format),
         write_rows: |l, block, slot, row_len, k, v| {
             proof(avx2::Avx2::new()).write_rows(l, block, slot, row_len, k, v);
         },
@@ -142,7 +143,7 @@ pub(crate) const VARIANTS: &[Variant] = &[
     Variant {
         name: "portable",
         available: || Ok(()),
-        finite: |x| generic::finite(portable::Portable, x),
+        finite: |x, format| generic::finite(portable::Portable, x, format),
         write_rows: |l, block, slot, row_len, k, v| {
             generic::write_rows(portable::Portable, l, block, slot, row_len, k, v);
         },

@@ -2,9 +2,9 @@
 //! NOT here: the algorithm (generic.rs).
 
 use super::generic::{Kernel, LANES, LARGEST, RowFit, Tile};
+use crate::element::Element;
 use crate::quant::pack::{LINE, QUAD};
 use half::f16;
-use half::slice::HalfFloatSliceExt;
 
 /// Needs nothing.
 #[derive(Clone, Copy)]
@@ -55,9 +55,9 @@ impl Kernel for Portable {
     }
 
     #[inline(always)]
-    fn round(self, x: &[f32; LANES]) -> [f16; LANES] {
-        let mut out = [f16::ZERO; LANES];
-        out.convert_from_f32_slice(x);
+    fn round<E: Element>(self, x: &[f32; LANES]) -> [E; LANES] {
+        let mut out = [E::ZERO; LANES];
+        E::round_row(x, &mut out);
         out
     }
 
@@ -122,7 +122,7 @@ impl Kernel for Portable {
     }
 
     #[inline(always)]
-    fn transpose(self, rows: &[f32], stride: usize, n: usize, tile: &mut Tile) {
+    fn transpose<E: Element>(self, rows: &[f32], stride: usize, n: usize, tile: &mut Tile<E>) {
         for t in 0..tile[0].len() {
             let row = rows[t.min(n - 1) * stride..].first_chunk().expect("16 numbers");
             tile.iter_mut().zip(self.round(row)).for_each(|(out, x)| out[t] = x);

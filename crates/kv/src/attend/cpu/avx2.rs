@@ -1,4 +1,4 @@
-//! AVX2 with FMA and F16C: 16-bit dot products on packed codes (`vpmaddwd`), f32 FMA on f16 rows.
+//! AVX2 with FMA and F16C: 16-bit dot products on packed codes (`vpmaddwd`), f32 FMA on f16 or bf16 rows.
 //!
 //! Folded multipliers are 16-bit integers, scaled per query vector by a bound on their magnitudes (keys: one per range,
 //! from its scales; values: one per group, from its largest weight and scale). Codes become 16-bit words, the even bytes
@@ -9,7 +9,9 @@
 
 use super::generic::{Kernel, Lanes, MAX_FOLD, Panels, Scratch, Sums, Task, Vectors, attend_range};
 use super::portable::{EXP2, MIN_EXP};
+use crate::RowFormat;
 use crate::attend::softmax::States;
+use crate::element::Element;
 use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES};
 use half::f16;
 use std::arch::x86_64::*;
@@ -116,11 +118,11 @@ impl Vectors for Avx2 {
     }
 
     #[inline(always)]
-    fn f16_scores<const H: usize>(
+    fn plain_scores<E: Element, const H: usize>(
         self,
         q: &[f32],
         head_dim: usize,
-        k: &[f16],
+        k: &[E],
         out: &mut [f32],
         stride: usize,
         prefetch: *const u8,
@@ -130,20 +132,20 @@ impl Vectors for Avx2 {
         // SAFETY: self proves the features; lengths were just checked.
         unsafe {
             if H <= 2 {
-                f16_scores::<H, 4>(q, head_dim, k, 0, out, stride, prefetch);
+                plain_scores::<E, H, 4>(q, head_dim, k, 0, out, stride, prefetch);
             } else {
-                f16_scores::<H, 2>(q, head_dim, k, 0, out, stride, prefetch);
-                f16_scores::<H, 2>(q, head_dim, k, 16, out, stride, prefetch);
+                plain_scores::<E, H, 2>(q, head_dim, k, 0, out, stride, prefetch);
+                plain_scores::<E, H, 2>(q, head_dim, k, 16, out, stride, prefetch);
             }
         }
     }
 
     #[inline(always)]
-    fn f16_values<const H: usize>(
+    fn plain_values<E: Element, const H: usize>(
         self,
         p: &[f32],
         stride: usize,
-        v: &[f16],
+        v: &[E],
         head_dim: usize,
         out: &mut [f32],
         prefetch: *const u8,
@@ -155,9 +157,9 @@ impl Vectors for Avx2 {
             let mut channel = 0;
             while channel < head_dim {
                 channel += match head_dim - channel {
-                    64.. if H == 1 => f16_values::<H, 8>(p, stride, v, head_dim, channel, out, prefetch),
-                    32.. if H <= 2 => f16_values::<H, 4>(p, stride, v, head_dim, channel, out, prefetch),
-                    _ => f16_values::<H, 2>(p, stride, v, head_dim, channel, out, prefetch),
+                    64.. if H == 1 => plain_values::<E, H, 8>(p, stride, v, head_dim, channel, out, prefetch),
+                    32.. if H <= 2 => plain_values::<E, H, 4>(p, stride, v, head_dim, channel, out, prefetch),
+                    _ => plain_values::<E, H, 2>(p, stride, v, head_dim, channel, out, prefetch),
                 };
             }
         }
@@ -185,9 +187,14 @@ impl Vectors for Avx2 {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) unsafe fn load_f16(p: *const f16) -> __m256 {
+#[inline]
+unsafe fn load<E: Element>(p: *const E) -> __m256 {
     // SAFETY: the caller gives 8 readable numbers.
-    _mm256_cvtph_ps(unsafe { _mm_loadu_si128(p.cast()) })
+    let words = unsafe { _mm_loadu_si128(p.cast()) };
+    match E::FORMAT {
+        RowFormat::F16 => _mm256_cvtph_ps(words),
+        RowFormat::Bf16 => _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(words))),
+    }
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -211,7 +218,7 @@ unsafe fn fold<const H: usize>(x: &[f32], stride: usize, scales: &[f16], bound: 
         // SAFETY: the caller checked that every row of x has as many elements as scales, a multiple of 16 and at most
         // MAX_FOLD.
         unsafe {
-            let scales = [load_f16(scales.as_ptr().add(i)), load_f16(scales.as_ptr().add(i + 8))];
+            let scales = [load(scales.as_ptr().add(i)), load(scales.as_ptr().add(i + 8))];
             for h in 0..H {
                 let integers = |j: usize| {
                     let y = _mm256_mul_ps(_mm256_loadu_ps(x.as_ptr().add(h * stride + i + 8 * j)), factor[h]);
@@ -231,8 +238,8 @@ unsafe fn largest(y: &[f16]) -> f32 {
     for y in y.chunks_exact(16) {
         // SAFETY: a chunk has 16 elements.
         unsafe {
-            top[0] = _mm256_max_ps(top[0], load_f16(y.as_ptr()));
-            top[1] = _mm256_max_ps(top[1], load_f16(y.as_ptr().add(8)));
+            top[0] = _mm256_max_ps(top[0], load(y.as_ptr()));
+            top[1] = _mm256_max_ps(top[1], load(y.as_ptr().add(8)));
         }
     }
     largest_lane(_mm256_max_ps(top[0], top[1]))
@@ -244,7 +251,7 @@ unsafe fn raise(top: &mut [f32], y: &[f16]) {
         // SAFETY: the caller checked the lengths.
         unsafe {
             let top = top.as_mut_ptr().add(i);
-            _mm256_storeu_ps(top, _mm256_max_ps(_mm256_loadu_ps(top), load_f16(y.as_ptr().add(i))));
+            _mm256_storeu_ps(top, _mm256_max_ps(_mm256_loadu_ps(top), load(y.as_ptr().add(i))));
         }
     }
 }
@@ -419,7 +426,7 @@ unsafe fn dot<const H: usize>(x: &[f32], stride: usize, y: &[f16], sums: &mut [L
             (0..2).for_each(|i| acc[h][i] = _mm256_load_ps(sums[h].0.as_ptr().add(8 * i)));
         }
         for i in (0..y.len()).step_by(16) {
-            let y = [load_f16(y.as_ptr().add(i)), load_f16(y.as_ptr().add(i + 8))];
+            let y = [load(y.as_ptr().add(i)), load(y.as_ptr().add(i + 8))];
             for (h, acc) in acc.iter_mut().enumerate() {
                 let x = x.as_ptr().add(h * stride + i);
                 (0..2).for_each(|j| acc[j] = _mm256_fmadd_ps(_mm256_loadu_ps(x.add(8 * j)), y[j], acc[j]));
@@ -433,10 +440,10 @@ unsafe fn dot<const H: usize>(x: &[f32], stride: usize, y: &[f16], sums: &mut [L
 
 /// Scores of `8*N` of the 32 tokens, from `token` on.
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn f16_scores<const H: usize, const N: usize>(
+unsafe fn plain_scores<E: Element, const H: usize, const N: usize>(
     q: &[f32],
     head_dim: usize,
-    k: &[f16],
+    k: &[E],
     token: usize,
     out: &mut [f32],
     stride: usize,
@@ -451,7 +458,7 @@ unsafe fn f16_scores<const H: usize, const N: usize>(
             }
             let row = k.as_ptr().add(channel * PANEL_LANES + token);
             let mut k = [_mm256_setzero_ps(); N];
-            (0..N).for_each(|i| k[i] = load_f16(row.add(8 * i)));
+            (0..N).for_each(|i| k[i] = load(row.add(8 * i)));
             for (h, acc) in acc.iter_mut().enumerate() {
                 let x = _mm256_set1_ps(*q.get_unchecked(h * head_dim + channel));
                 (0..N).for_each(|i| acc[i] = _mm256_fmadd_ps(x, k[i], acc[i]));
@@ -469,10 +476,10 @@ unsafe fn f16_scores<const H: usize, const N: usize>(
 
 /// `8*N` channels from `channel` on; returns how many that is.
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn f16_values<const H: usize, const N: usize>(
+unsafe fn plain_values<E: Element, const H: usize, const N: usize>(
     p: &[f32],
     stride: usize,
-    v: &[f16],
+    v: &[E],
     head_dim: usize,
     channel: usize,
     out: &mut [f32],
@@ -495,7 +502,7 @@ unsafe fn f16_values<const H: usize, const N: usize>(
             }
             let row = v.as_ptr().add(at);
             let mut values = [_mm256_setzero_ps(); N];
-            (0..N).for_each(|i| values[i] = load_f16(row.add(8 * i)));
+            (0..N).for_each(|i| values[i] = load(row.add(8 * i)));
             for (h, acc) in acc.iter_mut().enumerate() {
                 let x = _mm256_set1_ps(*p.get_unchecked(h * stride + token));
                 (0..N).for_each(|i| acc[i] = _mm256_fmadd_ps(x, values[i], acc[i]));

@@ -1,4 +1,4 @@
-//! AVX-512 with VNNI: 8-bit dot products on packed codes (`vpdpbusd`), f32 FMA on f16 rows.
+//! AVX-512 with VNNI: 8-bit dot products on packed codes (`vpdpbusd`), f32 FMA on f16 or bf16 rows.
 //!
 //! Folded multipliers are 15-bit integers in two signed 8-bit limbs, `y = 128*hi + lo`, scaled per query vector by a bound
 //! on their magnitudes (keys: one per range, from its scales; values: one per group, from its largest weight and scale);
@@ -10,7 +10,9 @@
 
 use super::generic::{Kernel, Lanes, MAX_FOLD, Panels, Scratch, Sums, Task, Vectors, attend_range};
 use super::portable::{EXP2, MIN_EXP};
+use crate::RowFormat;
 use crate::attend::softmax::States;
+use crate::element::Element;
 use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES};
 use half::f16;
 use std::arch::x86_64::*;
@@ -117,11 +119,11 @@ impl Vectors for Avx512Vnni {
     }
 
     #[inline(always)]
-    fn f16_scores<const H: usize>(
+    fn plain_scores<E: Element, const H: usize>(
         self,
         q: &[f32],
         head_dim: usize,
-        k: &[f16],
+        k: &[E],
         out: &mut [f32],
         stride: usize,
         prefetch: *const u8,
@@ -129,15 +131,15 @@ impl Vectors for Avx512Vnni {
         assert!(q.len() >= H * head_dim && k.len() == head_dim * PANEL_LANES);
         assert!(out.len() >= (H - 1) * stride + PANEL_LANES);
         // SAFETY: self proves the features; lengths were just checked.
-        unsafe { f16_scores::<H>(q, head_dim, k, out, stride, prefetch) }
+        unsafe { plain_scores::<E, H>(q, head_dim, k, out, stride, prefetch) }
     }
 
     #[inline(always)]
-    fn f16_values<const H: usize>(
+    fn plain_values<E: Element, const H: usize>(
         self,
         p: &[f32],
         stride: usize,
-        v: &[f16],
+        v: &[E],
         head_dim: usize,
         out: &mut [f32],
         prefetch: *const u8,
@@ -149,9 +151,9 @@ impl Vectors for Avx512Vnni {
             let mut channel = 0;
             while channel < head_dim {
                 channel += match head_dim - channel {
-                    64.. if H <= 4 => f16_values::<H, 4>(p, stride, v, head_dim, channel, out, prefetch),
-                    32.. => f16_values::<H, 2>(p, stride, v, head_dim, channel, out, prefetch),
-                    _ => f16_values::<H, 1>(p, stride, v, head_dim, channel, out, prefetch),
+                    64.. if H <= 4 => plain_values::<E, H, 4>(p, stride, v, head_dim, channel, out, prefetch),
+                    32.. => plain_values::<E, H, 2>(p, stride, v, head_dim, channel, out, prefetch),
+                    _ => plain_values::<E, H, 1>(p, stride, v, head_dim, channel, out, prefetch),
                 };
             }
         }
@@ -179,9 +181,14 @@ impl Vectors for Avx512Vnni {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn load_f16(p: *const f16) -> __m512 {
+#[inline]
+unsafe fn load<E: Element>(p: *const E) -> __m512 {
     // SAFETY: the caller gives 16 readable numbers.
-    _mm512_cvtph_ps(unsafe { _mm256_loadu_si256(p.cast()) })
+    let words = unsafe { _mm256_loadu_si256(p.cast()) };
+    match E::FORMAT {
+        RowFormat::F16 => _mm512_cvtph_ps(words),
+        RowFormat::Bf16 => _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(words))),
+    }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
@@ -203,8 +210,7 @@ unsafe fn fold<const H: usize>(x: &[f32], stride: usize, scales: &[f16], bound: 
     // SAFETY: the caller checked that every row of x has n elements; n is a multiple of 16 and at most MAX_FOLD.
     unsafe {
         for i in (0..whole).step_by(64) {
-            let scales =
-                [load_f16(scale(i)), load_f16(scale(i + 16)), load_f16(scale(i + 32)), load_f16(scale(i + 48))];
+            let scales = [load(scale(i)), load(scale(i + 16)), load(scale(i + 32)), load(scale(i + 48))];
             for h in 0..H {
                 let integers = |j: usize| {
                     let y = _mm512_mul_ps(_mm512_loadu_ps(x(h, i + 16 * j)), factor[h]);
@@ -228,7 +234,7 @@ unsafe fn fold<const H: usize>(x: &[f32], stride: usize, scales: &[f16], bound: 
             }
         }
         for i in (whole..n).step_by(16) {
-            let scales = load_f16(scale(i));
+            let scales = load(scale(i));
             for h in 0..H {
                 let y = _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x(h, i)), factor[h]), scales);
                 let y = _mm512_cvtps_epi32(y);
@@ -247,7 +253,7 @@ unsafe fn raise(top: &mut [f32], y: &[f16]) {
         // SAFETY: the caller checked the lengths.
         unsafe {
             let top = top.as_mut_ptr().add(i);
-            _mm512_storeu_ps(top, _mm512_max_ps(_mm512_loadu_ps(top), load_f16(y.as_ptr().add(i))));
+            _mm512_storeu_ps(top, _mm512_max_ps(_mm512_loadu_ps(top), load(y.as_ptr().add(i))));
         }
     }
 }
@@ -429,7 +435,7 @@ unsafe fn dot<const H: usize>(x: &[f32], stride: usize, y: &[f16], sums: &mut [L
         let mut acc = [_mm512_setzero_ps(); H];
         (0..H).for_each(|h| acc[h] = _mm512_load_ps(sums[h].0.as_ptr()));
         for i in (0..y.len()).step_by(16) {
-            let y = load_f16(y.as_ptr().add(i));
+            let y = load(y.as_ptr().add(i));
             for (h, acc) in acc.iter_mut().enumerate() {
                 *acc = _mm512_fmadd_ps(_mm512_loadu_ps(x.as_ptr().add(h * stride + i)), y, *acc);
             }
@@ -439,10 +445,10 @@ unsafe fn dot<const H: usize>(x: &[f32], stride: usize, y: &[f16], sums: &mut [L
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn f16_scores<const H: usize>(
+unsafe fn plain_scores<E: Element, const H: usize>(
     q: &[f32],
     head_dim: usize,
-    k: &[f16],
+    k: &[E],
     out: &mut [f32],
     stride: usize,
     prefetch: *const u8,
@@ -453,7 +459,7 @@ unsafe fn f16_scores<const H: usize>(
         unsafe {
             _mm_prefetch::<_MM_HINT_T0>(prefetch.wrapping_add(channel * LINE).cast());
             let row = k.as_ptr().add(channel * PANEL_LANES);
-            let k = [load_f16(row), load_f16(row.add(16))];
+            let k = [load(row), load(row.add(16))];
             for (h, acc) in acc.iter_mut().enumerate() {
                 let x = _mm512_set1_ps(*q.get_unchecked(h * head_dim + channel));
                 acc[0] = _mm512_fmadd_ps(x, k[0], acc[0]);
@@ -473,10 +479,10 @@ unsafe fn f16_scores<const H: usize>(
 
 /// `16*N` channels from `channel` on; returns how many that is.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn f16_values<const H: usize, const N: usize>(
+unsafe fn plain_values<E: Element, const H: usize, const N: usize>(
     p: &[f32],
     stride: usize,
-    v: &[f16],
+    v: &[E],
     head_dim: usize,
     channel: usize,
     out: &mut [f32],
@@ -497,7 +503,7 @@ unsafe fn f16_values<const H: usize, const N: usize>(
             }
             let row = v.as_ptr().add(at);
             let mut values = [_mm512_setzero_ps(); N];
-            (0..N).for_each(|i| values[i] = load_f16(row.add(16 * i)));
+            (0..N).for_each(|i| values[i] = load(row.add(16 * i)));
             for (h, acc) in acc.iter_mut().enumerate() {
                 let x = _mm512_set1_ps(*p.get_unchecked(h * stride + token));
                 (0..N).for_each(|i| acc[i] = _mm512_fmadd_ps(x, values[i], acc[i]));
@@ -516,8 +522,8 @@ unsafe fn largest(y: &[f16]) -> f32 {
     for y in y.chunks_exact(32) {
         // SAFETY: a chunk has 32 elements.
         unsafe {
-            top[0] = _mm512_max_ps(top[0], load_f16(y.as_ptr()));
-            top[1] = _mm512_max_ps(top[1], load_f16(y.as_ptr().add(16)));
+            top[0] = _mm512_max_ps(top[0], load(y.as_ptr()));
+            top[1] = _mm512_max_ps(top[1], load(y.as_ptr().add(16)));
         }
     }
     _mm512_reduce_max_ps(_mm512_max_ps(top[0], top[1]))

@@ -6,10 +6,12 @@
 //! serves keys and values. A range is one softmax block: all its scores first, then its values.
 //! NOT here: instructions (one file per instruction set), ranges and threads (attend/plan.rs).
 
+use crate::RowFormat;
 use crate::attend::softmax::States;
-use crate::cache::layout::{F16_BLOCK_LEN, RecordLayout};
+use crate::cache::layout::{BLOCK_LEN, RecordLayout};
+use crate::element::Element;
 use crate::quant::pack::{LINE, PANEL_LANES, SLOT_LANES, panel_bytes};
-use half::f16;
+use half::{bf16, f16};
 use std::ops::Range;
 
 /// Keys of one range: fixed by position, so that a result depends on neither threads nor batch. A multiple of every
@@ -26,10 +28,32 @@ pub(crate) trait Source: Sync {
     fn record(&self, head: usize, group: usize) -> &[u8];
     /// K `[D][32]` and V `[32][D]` of the 32 tokens from `position`, which no query of the task sees packed.
     fn f16_block(&self, head: usize, position: usize) -> (&[f16], &[f16]);
-    /// The same for 32 packed tokens, dequantized to f16.
+    /// The same of a source whose rows are bf16.
+    fn bf16_block(&self, head: usize, position: usize) -> (&[bf16], &[bf16]);
+    /// The same as [`Source::f16_block`] for 32 packed tokens, dequantized to f16.
     fn dequantized_block(&self, head: usize, position: usize) -> (&[f16], &[f16]);
     /// K and V `[sinks][D]` of the sink tokens.
     fn sinks(&self, head: usize) -> (&[f16], &[f16]);
+}
+
+/// Numbers that sources have blocks of.
+trait Stored: Element {
+    /// See [`Source::f16_block`], and [`Source::dequantized_block`] for `packed` positions.
+    fn block(source: &dyn Source, head: usize, position: usize, packed: bool) -> (&[Self], &[Self]);
+}
+
+impl Stored for f16 {
+    #[inline(always)]
+    fn block(source: &dyn Source, head: usize, position: usize, packed: bool) -> (&[f16], &[f16]) {
+        if packed { source.dequantized_block(head, position) } else { source.f16_block(head, position) }
+    }
+}
+
+impl Stored for bf16 {
+    #[inline(always)]
+    fn block(source: &dyn Source, head: usize, position: usize, _packed: bool) -> (&[bf16], &[bf16]) {
+        source.bf16_block(head, position)
+    }
 }
 
 /// One range of keys for some query vectors of one kv head.
@@ -37,6 +61,8 @@ pub(crate) struct Task<'a> {
     pub source: &'a dyn Source,
     pub head: usize,
     pub head_dim: usize,
+    /// Of rows that are not packed.
+    pub format: RowFormat,
     /// Layout of records; None: packed positions are read with [`Source::dequantized_block`].
     pub records: Option<&'a RecordLayout>,
     /// Positions; starts at a multiple of [`RANGE_LEN`] and is at most that long.
@@ -181,22 +207,22 @@ pub(crate) trait Vectors: Copy {
     /// `sum over i of x[h][i] * y[i]`, added lane by lane (i mod 16) to `sums`; the length of `y` is a multiple of 16.
     fn dot<const H: usize>(self, x: &[f32], stride: usize, y: &[f16], sums: &mut [Lanes; H]);
     /// `out[h][token] = sum over channels of q[h][channel] * k[channel][token]` for 32 tokens.
-    fn f16_scores<const H: usize>(
+    fn plain_scores<E: Element, const H: usize>(
         self,
         q: &[f32],
         head_dim: usize,
-        k: &[f16],
+        k: &[E],
         out: &mut [f32],
         stride: usize,
         prefetch: *const u8,
     );
     /// `out[h][channel] += sum over tokens of p[h][token] * v[token][channel]`; v has rows of `head_dim`.
     #[allow(clippy::too_many_arguments)]
-    fn f16_values<const H: usize>(
+    fn plain_values<E: Element, const H: usize>(
         self,
         p: &[f32],
         stride: usize,
-        v: &[f16],
+        v: &[E],
         head_dim: usize,
         out: &mut [f32],
         prefetch: *const u8,
@@ -237,7 +263,7 @@ impl Scratch {
 }
 
 /// Groups or blocks of a range, at most.
-const MAX_STEPS: usize = RANGE_LEN / F16_BLOCK_LEN;
+const MAX_STEPS: usize = RANGE_LEN / BLOCK_LEN;
 /// Largest weight of each group of a range, per query vector.
 type Tops<const H: usize> = [[f32; MAX_STEPS]; H];
 
@@ -338,11 +364,11 @@ fn attend_vectors<K: Kernel, const H: usize>(
     H
 }
 
-/// The keys of a range: packed positions, then f16 positions.
+/// The keys of a range: packed positions, then plain positions.
 struct Keys<'a> {
     task: &'a Task<'a>,
     packed: Range<usize>,
-    f16: Range<usize>,
+    plain: Range<usize>,
     /// Records of the packed part, the first `groups` of the array.
     records: [&'a [u8]; MAX_STEPS],
     groups: usize,
@@ -361,7 +387,7 @@ impl<'a> Keys<'a> {
             let first = base / layout.group_len;
             (0..groups).for_each(|i| records[i] = task.source.record(task.head, first + i));
         }
-        Self { task, packed, f16: task.edge.clamp(base, end)..end, records, groups }
+        Self { task, packed, plain: task.edge.clamp(base, end)..end, records, groups }
     }
 
     fn records(&self) -> &[&'a [u8]] {
@@ -374,21 +400,22 @@ impl<'a> Keys<'a> {
 
     /// Tokens whose weights share a bound: a group, or a block where nothing is read packed.
     fn step(&self) -> usize {
-        self.task.records.map_or(F16_BLOCK_LEN, |layout| layout.group_len)
+        self.task.records.map_or(BLOCK_LEN, |layout| layout.group_len)
     }
 
     /// Length of the scores that the kernels write: whole groups and blocks.
     fn padded_len(&self) -> usize {
-        let step = if self.f16.is_empty() { self.step() } else { F16_BLOCK_LEN };
-        (self.f16.end - self.base()).next_multiple_of(step)
+        let step = if self.plain.is_empty() { self.step() } else { BLOCK_LEN };
+        (self.plain.end - self.base()).next_multiple_of(step)
     }
 
-    /// `(position, K, V)` of the f16 blocks: the dequantized packed part (when records are not read), then the f16 part.
-    fn f16_blocks(&self) -> impl Iterator<Item = (usize, (&[f16], &[f16]))> {
+    /// `(position, K, V)` of the blocks: the dequantized packed part (when records are not read), then the plain part.
+    #[inline(always)]
+    fn blocks<E: Stored>(&self) -> impl Iterator<Item = (usize, (&[E], &[E]))> {
         let (source, head) = (self.task.source, self.task.head);
         let packed = if self.task.records.is_none() { self.packed.clone() } else { 0..0 };
-        let packed = packed.step_by(F16_BLOCK_LEN).map(move |p| (p, source.dequantized_block(head, p)));
-        let plain = self.f16.clone().step_by(F16_BLOCK_LEN).map(move |p| (p, source.f16_block(head, p)));
+        let packed = packed.step_by(BLOCK_LEN).map(move |p| (p, E::block(source, head, p, true)));
+        let plain = self.plain.clone().step_by(BLOCK_LEN).map(move |p| (p, E::block(source, head, p, false)));
         packed.chain(plain)
     }
 
@@ -437,10 +464,19 @@ impl<'a> Keys<'a> {
                 kernel.panels::<H>(these, &ready[i % 2].0, &folded[0], &mut out[at..], RANGE_LEN, sums);
             }
         }
-        let mut blocks = self.f16_blocks().peekable();
+        match self.task.format {
+            RowFormat::F16 => self.plain_scores::<_, f16, H>(vectors, q, out),
+            RowFormat::Bf16 => self.plain_scores::<_, bf16, H>(vectors, q, out),
+        }
+    }
+
+    #[inline(always)]
+    fn plain_scores<V: Vectors, E: Stored, const H: usize>(&self, vectors: V, q: &[f32], out: &mut [f32]) {
+        let mut blocks = self.blocks::<E>().peekable();
         while let Some((position, (k, _))) = blocks.next() {
             let next = blocks.peek().map_or(k.as_ptr(), |b| b.1.0.as_ptr()).cast();
-            vectors.f16_scores::<H>(q, d, k, &mut out[position - self.base()..], RANGE_LEN, next);
+            let out = &mut out[position - self.base()..];
+            vectors.plain_scores::<E, H>(q, self.task.head_dim, k, out, RANGE_LEN, next);
         }
     }
 
@@ -456,7 +492,6 @@ impl<'a> Keys<'a> {
         work: &mut Work,
     ) {
         let Work { ready, sums } = work;
-        let d = self.task.head_dim;
         let vectors = kernel.vectors();
         if let Some(layout) = self.task.records.filter(|_| self.groups > 0) {
             // At most head_dim / 32 channel groups.
@@ -513,12 +548,21 @@ impl<'a> Keys<'a> {
                 }
             }
         }
-        let mut blocks = self.f16_blocks().peekable();
+        match self.task.format {
+            RowFormat::F16 => self.plain_values::<_, f16, H>(vectors, p, out),
+            RowFormat::Bf16 => self.plain_values::<_, bf16, H>(vectors, p, out),
+        }
+    }
+
+    #[inline(always)]
+    fn plain_values<V: Vectors, E: Stored, const H: usize>(&self, vectors: V, p: &[f32], out: &mut [f32]) {
+        let d = self.task.head_dim;
+        let mut blocks = self.blocks::<E>().peekable();
         while let Some((position, (_, v))) = blocks.next() {
             let next = blocks.peek().map_or(v.as_ptr(), |b| b.1.1.as_ptr()).cast();
             // Tokens past the end have weight 0, but nobody promises that their bytes are numbers worth reading.
-            let tokens = F16_BLOCK_LEN.min(self.f16.end - position);
-            vectors.f16_values::<H>(&p[position - self.base()..], RANGE_LEN, &v[..tokens * d], d, out, next);
+            let tokens = BLOCK_LEN.min(self.plain.end - position);
+            vectors.plain_values::<E, H>(&p[position - self.base()..], RANGE_LEN, &v[..tokens * d], d, out, next);
         }
     }
 }

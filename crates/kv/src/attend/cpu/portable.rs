@@ -3,6 +3,7 @@
 //! NOT here: instruction sets; the loop (generic.rs).
 
 use super::generic::{Kernel, Lanes, MAX_FOLD, Panels, Sums, Vectors};
+use crate::element::Element;
 use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES};
 use half::f16;
 use half::slice::HalfFloatSliceExt;
@@ -80,11 +81,11 @@ impl Vectors for Portable {
         }
     }
 
-    fn f16_scores<const H: usize>(
+    fn plain_scores<E: Element, const H: usize>(
         self,
         q: &[f32],
         head_dim: usize,
-        k: &[f16],
+        k: &[E],
         out: &mut [f32],
         stride: usize,
         _prefetch: *const u8,
@@ -92,7 +93,7 @@ impl Vectors for Portable {
         let mut acc = [[0.0f32; PANEL_LANES]; H];
         let mut row = [0.0; PANEL_LANES];
         for (channel, k) in k.chunks_exact(PANEL_LANES).enumerate() {
-            k.convert_to_f32_slice(&mut row);
+            E::widen_row(k, &mut row);
             for (h, acc) in acc.iter_mut().enumerate() {
                 let x = q[h * head_dim + channel];
                 (0..PANEL_LANES).for_each(|t| acc[t] += x * row[t]);
@@ -101,18 +102,18 @@ impl Vectors for Portable {
         (0..H).for_each(|h| out[h * stride..][..PANEL_LANES].copy_from_slice(&acc[h]));
     }
 
-    fn f16_values<const H: usize>(
+    fn plain_values<E: Element, const H: usize>(
         self,
         p: &[f32],
         stride: usize,
-        v: &[f16],
+        v: &[E],
         head_dim: usize,
         out: &mut [f32],
         _prefetch: *const u8,
     ) {
         let mut row = [0.0; MAX_FOLD];
         for (token, v) in v.chunks_exact(head_dim).enumerate() {
-            v.convert_to_f32_slice(&mut row[..head_dim]);
+            E::widen_row(v, &mut row[..head_dim]);
             for h in 0..H {
                 let x = p[h * stride + token];
                 let out = &mut out[h * MAX_FOLD..][..head_dim];

@@ -4,9 +4,9 @@
 use crate::append::cpu::best;
 use crate::append::record::write_record_from_codes;
 use crate::append::rows::write_sink;
-use crate::cache::layout::{F16_BLOCK_LEN, F16Layout, RecordLayout};
+use crate::cache::layout::{BLOCK_LEN, PlainLayout, RecordLayout};
 use crate::quant::affine::Affine;
-use crate::{PackedScheme, Scheme};
+use crate::{PackedScheme, RowFormat, Scheme};
 use half::f16;
 
 /// Rows of the page's table whose first header cell is `first` and which has `columns` columns.
@@ -75,25 +75,31 @@ fn bits_of_single_codes() {
 }
 
 #[test]
-fn bytes_of_f16_rows() {
+fn bytes_of_plain_rows() {
     let rows = table("block", 8);
     assert_eq!(rows.len(), 4);
     for row in rows {
         let [head, token, channel, d, sinks, at] = [2, 3, 4, 5, 6, 7].map(|i| number(&row[i]));
         let window = row[0] == "window";
-        let layout = F16Layout { head_dim: d, tokens: if window { F16_BLOCK_LEN } else { sinks } };
-        let mut words = vec![0u64; layout.block_bytes(2) / 8];
-        let block: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
-        let (mut k, mut v) = (vec![0.0; 2 * d], vec![0.0; 2 * d]);
-        let x = if row[1] == "K" { &mut k } else { &mut v };
-        x[head * d + channel] = f16::from_bits(0x1234).to_f32();
-        if window {
-            (best().write_rows)(&layout, block, token, 2 * d, &k, &v);
-        } else {
-            write_sink(&layout, block, token, &k, &v);
+        let tokens = if window { BLOCK_LEN } else { sinks };
+        // A bf16 cache has no window and no sinks, but blocks of the same places.
+        let formats =
+            [(RowFormat::F16, f16::from_bits(0x1234).to_f32()), (RowFormat::Bf16, f32::from_bits(0x1234 << 16))];
+        for (format, number) in formats.into_iter().take(if window { 2 } else { 1 }) {
+            let layout = PlainLayout { head_dim: d, tokens, format };
+            let mut words = vec![0u64; layout.block_bytes(2) / 8];
+            let block: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
+            let (mut k, mut v) = (vec![0.0; 2 * d], vec![0.0; 2 * d]);
+            let x = if row[1] == "K" { &mut k } else { &mut v };
+            x[head * d + channel] = number;
+            if window {
+                (best().write_rows)(&layout, block, token, 2 * d, &k, &v);
+            } else {
+                write_sink(&layout, block, token, &k, &v);
+            }
+            let mut want = vec![0u8; block.len()];
+            want[at..at + 2].copy_from_slice(&[0x34, 0x12]);
+            assert!(*block == want, "{row:?} {format}");
         }
-        let mut want = vec![0u8; block.len()];
-        want[at..at + 2].copy_from_slice(&[0x34, 0x12]);
-        assert!(*block == want, "{row:?}");
     }
 }
