@@ -170,9 +170,7 @@ fn rows(r: &Report, op: Op) -> String {
     ]
     .map(|(name, align)| (name.to_string(), align))
     .to_vec();
-    if op == Op::Prefill {
-        columns.push(("% of matmul".into(), Align::Right));
-    }
+    columns.extend(op.own_column().map(|name| (name.to_string(), Align::Right)));
     columns.extend([("verdict".into(), Align::Left), ("why".into(), Align::Left)]);
     let mut table = Table::with_columns(columns);
     for row in r.rows_of(op) {
@@ -187,7 +185,7 @@ fn rows(r: &Report, op: Op) -> String {
             format!("{:.1}", row.gops),
             format!("{:.0}", row.pct_of_compute),
         ];
-        cells.extend(row.pct_of_matmul.map(|p| format!("{p:.0}")));
+        cells.extend(row.own_figure());
         cells.extend([row.verdict.bound.to_string(), row.verdict.why.clone()]);
         table.row(cells);
     }

@@ -129,10 +129,9 @@ fn badge(bound: Bound) -> String {
 }
 
 fn table(page: &mut String, report: &Report, op: Op) {
-    let matmul = op == Op::Prefill;
     page.push_str("<div class=\"scroll\"><table>\n<thead><tr><th class=\"l\">scheme</th><th class=\"l\">size</th><th>shortest</th><th>median</th><th>bytes</th><th>op/B</th><th>GB/s</th><th>% of<br>bandwidth</th><th>Gop/s</th><th>% of<br>arithmetic</th>");
-    if matmul {
-        page.push_str("<th>% of<br>matmul</th>");
+    if let Some(column) = op.own_column() {
+        let _ = write!(page, "<th>{}</th>", column.replace(" of ", " of<br>").replace(" as ", "<br>as "));
     }
     page.push_str("<th>times<br>smallest</th><th class=\"l\">verdict</th></tr></thead>\n<tbody>\n");
     for row in report.rows_of(op) {
@@ -142,13 +141,13 @@ fn table(page: &mut String, report: &Report, op: Op) {
 }
 
 fn line(page: &mut String, r: &Row) {
-    let matmul = r.pct_of_matmul.map_or(String::new(), |p| format!("<td>{p:.0}</td>"));
+    let own = r.own_figure().map_or(String::new(), |figure| format!("<td>{figure}</td>"));
     // What shares and times decide stands in the line's columns; what reruns showed gets a line of its own.
     let told = matches!(r.verdict.bound, Bound::Memory | Bound::Compute | Bound::Dispatch);
     let more = if told { "" } else { " class=\"more\"" };
     let _ = writeln!(
         page,
-        "<tr id=\"row-{}\"{more}><td class=\"l\">{}</td><td class=\"l\">{}</td><td>{}</td><td>{}</td><td>{}</td><td>{:.1}</td><td>{:.1}</td><td>{:.0}</td><td>{:.1}</td><td>{:.0}</td>{matmul}<td>{:.1}</td><td class=\"l\">{}</td></tr>",
+        "<tr id=\"row-{}\"{more}><td class=\"l\">{}</td><td class=\"l\">{}</td><td>{}</td><td>{}</td><td>{}</td><td>{:.1}</td><td>{:.1}</td><td>{:.0}</td><td>{:.1}</td><td>{:.0}</td>{own}<td>{:.1}</td><td class=\"l\">{}</td></tr>",
         escape(&r.id()),
         escape(&r.scheme),
         escape(&r.size()),
@@ -164,7 +163,7 @@ fn line(page: &mut String, r: &Row) {
         badge(r.verdict.bound),
     );
     if !told {
-        let columns = if r.pct_of_matmul.is_some() { 13 } else { 12 };
+        let columns = if own.is_empty() { 12 } else { 13 };
         let _ = writeln!(page, "<tr class=\"why\"><td colspan=\"{columns}\">{}</td></tr>", escape(&r.verdict.why));
     }
 }

@@ -59,8 +59,8 @@ pub fn markdown(report: &Report) -> String {
 }
 
 fn table(text: &mut String, r: &Report, op: Op) {
-    let matmul = op == Op::Prefill;
-    let (name, rule) = if matmul { (" % of matmul |", "---:|") } else { ("", "") };
+    let name = op.own_column().map_or(String::new(), |name| format!(" {name} |"));
+    let rule = if name.is_empty() { "" } else { "---:|" };
     let _ = writeln!(
         text,
         "\n### {}\n\n| scheme | size | shortest | bytes | op/B | GB/s | % of bandwidth | Gop/s | % of arithmetic |{name} verdict | why |\n|---|---|---:|---:|---:|---:|---:|---:|---:|{rule}---|---|",
@@ -72,10 +72,10 @@ fn table(text: &mut String, r: &Report, op: Op) {
 }
 
 fn line(text: &mut String, r: &Row) {
-    let matmul = r.pct_of_matmul.map_or(String::new(), |p| format!(" {p:.0} |"));
+    let own = r.own_figure().map_or(String::new(), |figure| format!(" {figure} |"));
     let _ = writeln!(
         text,
-        "| {} | {} | {} | {} | {:.1} | {:.1} | {:.0} | {:.1} | {:.0} |{matmul} {} | {} |",
+        "| {} | {} | {} | {} | {:.1} | {:.1} | {:.0} | {:.1} | {:.0} |{own} {} | {} |",
         r.scheme,
         r.size(),
         time(r.min_ns),

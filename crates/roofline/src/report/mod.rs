@@ -53,6 +53,17 @@ impl fmt::Display for Op {
     }
 }
 
+impl Op {
+    /// Name of the column that only this operation's table has.
+    pub fn own_column(self) -> Option<&'static str> {
+        match self {
+            Self::Attend => None,
+            Self::Prefill => Some("% of matmul"),
+            Self::Append => Some("GB/s as f16"),
+        }
+    }
+}
+
 /// Which peak a kernel's arithmetic has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -124,6 +135,8 @@ pub struct Row {
     pub pct_of_compute: f64,
     /// Share of the matrix product's peak, for prefill.
     pub pct_of_matmul: Option<f64>,
+    /// Append: what keys and values would be as f16, in GB per second: how fast a cache of that size fills.
+    pub input_gbps: Option<f64>,
     /// The smallest call of this operation and scheme.
     pub floor_ns: u64,
     /// This call over the smallest.
@@ -133,6 +146,11 @@ pub struct Row {
 }
 
 impl Row {
+    /// What stands in [`Op::own_column`].
+    pub fn own_figure(&self) -> Option<String> {
+        self.pct_of_matmul.map(|p| format!("{p:.0}")).or(self.input_gbps.map(|g| format!("{g:.2}")))
+    }
+
     /// Name that is unique in a report and fit for an HTML id.
     pub fn id(&self) -> String {
         format!("{}-{}-b{}-s{}-n{}", self.op, self.scheme, self.batch, self.kv_len, self.new_rows)
@@ -398,6 +416,7 @@ pub(crate) mod tests {
                         peak_gops: 300.0,
                         pct_of_compute: gops / 3.0,
                         pct_of_matmul: (op == Op::Prefill).then_some(gops / 2.4),
+                        input_gbps: (op == Op::Append).then_some(gops / 3.0),
                         floor_ns: 9_000,
                         times_floor: 111.1,
                         verdict: Verdict { bound: Bound::ALL[rows.len() % 5], why: "for this & that".into() },

@@ -267,6 +267,7 @@ mod tests {
                 assert!(figures.iter().all(|x| x.is_finite() && *x > 0.0), "{r:?}");
                 assert!(r.min_ns <= r.median_ns && r.floor_ns > 0 && !r.verdict.why.is_empty());
                 assert_eq!(r.pct_of_matmul.is_some(), op == Op::Prefill);
+                assert_eq!(r.input_gbps.is_some(), op == Op::Append);
             }
         }
         assert_eq!(report.sweeps.threads.iter().map(|p| p.threads).max(), Some(2));

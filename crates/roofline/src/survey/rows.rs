@@ -200,6 +200,8 @@ fn append(c: &Context<'_>) -> Result<Vec<Row>, SurveyError> {
             };
             let what = format!("copy, {}, 1 thread", crate::report::bytes(work.bytes));
             let mut row = measured.row(c, Ceiling { gbps, what });
+            let f16_bytes = batch * new_rows * 2 * c.settings.shape.row_len() * 2;
+            row.input_gbps = Some(f16_bytes as f64 / timing.min_ns as f64);
             row.verdict = verdict::by_shares(shares(&row))
                 .unwrap_or_else(|| verdict::by_reruns(shares(&row), Reruns::default(), 1));
             rows.push(row);
@@ -316,6 +318,7 @@ impl Measured {
             peak_gops,
             pct_of_compute: 100.0 * gops / peak_gops,
             pct_of_matmul: None,
+            input_gbps: None,
             floor_ns: self.floor_ns,
             times_floor: ns / self.floor_ns as f64,
             verdict: Verdict { bound: verdict::Bound::Unexplained, why: "not judged".to_string() },
