@@ -4,7 +4,8 @@
   sweep.py threads PROGRAM OUT.json    1, 2, 4, 8, 16 threads (as many as there are cores), 16k and 64k tokens; every kernel
   sweep.py grid PROGRAM OUT.json       batch 1, 4, 16 by 256 to 16k tokens, cold and hot, two threads
   sweep.py model PROGRAM OUT.json [MODEL]   a whole model: requests and prompt lengths, arms f16 and fused, two threads
-  sweep.py tables                      writes benches/record/README.md from the records under benches/record/*/sweeps/
+  sweep.py tables                      writes benches/record/README.md from the records under
+                                       benches/record/*/sweeps/ and benches/record/*/rivals/
 
 Each thread count is pinned to as many cores, so that a shared host moves less. Quote ratios: both sides of `vs_f16` (medians)
 were timed in turns. NOT here: any figure. Needs python3 and taskset. PROGRAM must be built from a clean commit, which is
@@ -103,7 +104,7 @@ def table(record):
 
 
 def tables():
-    parts = ["# Sweeps", "Written by `python3 benches/sweep.py tables` from the records beside this page."]
+    parts = ["# Sweeps and rivals", "Written by `python3 benches/sweep.py tables` from the records beside this page."]
     for path in sorted(RECORDS.glob("*/sweeps/*.json")):
         record = json.loads(path.read_text())
         machine = record["machine"]
@@ -111,6 +112,10 @@ def tables():
         parts.append(f"## {path.relative_to(RECORDS)}\n\n{cpu}, {machine['cores']} cores, {record['date']}, commit {record['commit'][:10]}.")
         parts.append(f"The first command: `{record['runs'][0]['command']}`")
         parts.append(table(record))
+    for path in sorted(RECORDS.glob("*/rivals/*.json")):
+        words = [sys.executable, str(ROOT / "benches" / "rivals" / "run.py"), "table", str(path.relative_to(ROOT))]
+        printed = subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+        parts.append(f"## {path.relative_to(RECORDS)}\n\n{printed}")
     (RECORDS / "README.md").write_text("\n\n".join(parts) + "\n")
 
 
