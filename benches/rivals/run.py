@@ -46,7 +46,7 @@ GGML = [
     ("ik_llama.cpp", "ik-llama-ggml_attend", "f16,bf16,q8_0,q8_KV,q4_0"),
 ]
 GRACE = 25  # seconds that a program gets beyond --limit
-BUSY = 0.5  # load average from which on the machine is not called quiet
+BUSY = 0.5, 0.1  # load average, or load average per core, from which on the machine is not called quiet
 DEPTHS = (0, 2048, 7900)
 STEPS = 128  # decoded tokens: the fewest that pack two groups behind any prompt, which kvant's proof of its arms asks for
 BATCHES = "1,4,16"
@@ -63,7 +63,7 @@ def arguments():
     for name in ("attend", "model"):
         sub = commands.add_parser(name)
         sub.add_argument("--kvant", default=os.environ.get("KVANT", str(ROOT / "target" / "release" / "kvant")), help="the program [KVANT]")
-        sub.add_argument("--programs", default=os.environ.get("RIVALS", str(ROOT / ".carry")), help="folder of build.sh's programs [RIVALS]")
+        sub.add_argument("--programs", default=os.environ.get("RIVALS", str(ROOT / "target" / "rivals")), help="folder of build.sh's programs [RIVALS]")
         sub.add_argument("--threads", type=int, default=2, help="each program's threads, pinned to as many cores")
         sub.add_argument("--passes", type=int, default=2, help="how often every program has its turn")
         sub.add_argument("--limit", type=float, default=330, help=f"seconds after which nothing new is started; {GRACE} more end what runs")
@@ -127,7 +127,7 @@ class Run:
         info = json.loads(subprocess.run([args.kvant, "info", "--json"], check=True, stdout=subprocess.PIPE, text=True).stdout)
         self.machine = records.facts(info["machine"])
         load = os.getloadavg()[0]
-        if load > BUSY:
+        if load > max(BUSY[0], BUSY[1] * (os.cpu_count() or 1)):
             print(f"warning: the load average is {load:.1f}: rivals that wait by spinning suffer most, and no figure counts", file=sys.stderr)
         cores = distinct_cores(args.threads)
         os.sched_setaffinity(0, cores)
@@ -141,7 +141,7 @@ class Run:
             "uncommitted_changes": changed,
             "kvant": info["version"],
             "load_average_before": load,
-            "machine": {**self.machine, "kernel": os.uname().release, "huge_pages": line_of("/sys/kernel/mm/transparent_hugepage/enabled")},
+            "machine": {**self.machine, "kernel": os.uname().release.split("-")[0], "huge_pages": line_of("/sys/kernel/mm/transparent_hugepage/enabled")},
             "pinned_to": sorted(cores),
             "threads": args.threads,
             "smoke": args.smoke,

@@ -31,12 +31,13 @@ pub enum Error {
         /// The values there are, in words.
         supported: &'static str,
     },
-    /// NaN or infinity in K or V (after rounding to the format of the layer's plain rows); nothing of the call was stored.
+    /// NaN or infinity in K or V (after rounding to the format of the layer's plain rows) or in a query (as it is); nothing of
+    /// the call was stored.
     #[error(
         "{tensor} has a value that {format} cannot hold ({value}) at layer {layer}, head {head}, token {token}; nothing of the call was stored"
     )]
     NotFinite {
-        /// `"K"` or `"V"`.
+        /// `"K"`, `"V"` or `"Q"`.
         tensor: &'static str,
         /// What the layer's rows are rounded to.
         format: RowFormat,

@@ -52,7 +52,9 @@ impl Machine {
             (Some(name), ..) => name,
             _ => "unknown processor".to_string(),
         };
-        let release = line_of("/proc/sys/kernel/osrelease");
+        // The version alone: what follows it names a build.
+        let release =
+            line_of("/proc/sys/kernel/osrelease").map(|r| r.split('-').next().unwrap_or_default().to_string());
         let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
         let memory = meminfo.lines().find_map(|l| l.strip_prefix("MemTotal:")?.trim().strip_suffix("kB"));
         Self {

@@ -168,7 +168,7 @@ fn how_work_is_cut_does_not_show() {
             let request = rig.add(1);
             rig.append(&[(request, 9100)]);
             rig.commit(&[(request, 9100)]);
-            for rows in [1, 3] {
+            for rows in [1, 3, 5] {
                 let batch = [(request, rows)];
                 let q = rig.append(&batch);
                 for first_visible in [0, 1300] {
@@ -188,7 +188,7 @@ fn how_work_is_cut_does_not_show() {
                         let split = Split { ranges_per_unit: Some(ranges), vectors_per_unpack: None };
                         assert_eq!(out(2, split), rule, "{kernel} {scheme} {rows} rows, units of {ranges} ranges");
                     }
-                    for vectors in [1, 2, 3] {
+                    for vectors in [1, 2, 3, 4] {
                         let split = Split { ranges_per_unit: None, vectors_per_unpack: Some(vectors) };
                         assert_eq!(out(2, split), rule, "{kernel} {scheme} {vectors} vectors share an unpack");
                     }

@@ -32,7 +32,7 @@ struct Tile([u8; ROWS * BYTES]);
 impl Amx {
     pub(super) fn new() -> Option<Self> {
         let kernels = kvant_kv::attend::kernels();
-        kernels.iter().any(|(name, runs)| *name == "avx512-amx" && runs.is_ok()).then_some(Self(()))
+        kernels.iter().any(|(name, runs)| *name == kvant_kv::attend::TILE_KERNEL && runs.is_ok()).then_some(Self(()))
     }
 
     pub(super) fn multiply(self, iterations: u64) -> f32 {
@@ -40,7 +40,7 @@ impl Amx {
         config.row_bytes[..8].fill(BYTES as u16);
         config.rows[..8].fill(ROWS as u8);
         let (a, b) = (Tile([3; ROWS * BYTES]), Tile([2; ROWS * BYTES]));
-        let mut sums = [0i32; ROWS * NUMBERS];
+        let mut sums = [0i32; CHAINS * ROWS * NUMBERS];
         // SAFETY: self proves the instructions; every address is a tile of memory that outlives the block.
         unsafe {
             asm!(
@@ -59,6 +59,9 @@ impl Amx {
                 "jnz 2b",
                 "3:",
                 "tilestored [{sums} + {stride}], tmm0",
+                "tilestored [{sums} + {stride} + 1024], tmm1",
+                "tilestored [{sums} + {stride} + 2048], tmm2",
+                "tilestored [{sums} + {stride} + 3072], tmm3",
                 "tilerelease",
                 config = in(reg) &config,
                 a = in(reg) a.0.as_ptr(),
@@ -67,6 +70,7 @@ impl Amx {
                 stride = in(reg) BYTES,
                 iterations = inout(reg) iterations => _,
                 out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _, out("tmm4") _, out("tmm5") _,
+                out("tmm6") _, out("tmm7") _,
                 options(nostack),
             );
         }

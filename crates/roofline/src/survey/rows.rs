@@ -9,7 +9,7 @@ use crate::memory::Reader;
 use crate::report::{Arithmetic, Op, Row, tokens};
 use crate::timer::{Contestant, Timing};
 use crate::verdict::{self, Reruns, Shares, Verdict};
-use kvant_kv::attend::Split;
+use kvant_kv::attend::{Split, TILE_KERNEL, TILE_VECTORS};
 use kvant_kv::{Attention, Error, Scheme};
 use std::cell::RefCell;
 use std::hint::black_box;
@@ -326,16 +326,13 @@ impl Measured {
     }
 }
 
-/// Query vectors of one kv head from which on `avx512-amx` multiplies with tiles.
-const TILE_VECTORS: usize = 8;
-
 /// The peak that fits a kernel, `vectors` query vectors on a kv head: over packed codes every kernel of an instruction set
 /// multiplies integers (of 8 bits, or of 16 in AVX2, which has no faster peak than this one), all else is f32.
 fn arithmetic(kernel: &str, scheme: Scheme, vectors: usize) -> Arithmetic {
     match kernel {
         _ if scheme == Scheme::F16 => Arithmetic::Fma,
         "portable" => Arithmetic::Fma,
-        "avx512-amx" if vectors >= TILE_VECTORS => Arithmetic::Int8Tiles,
+        TILE_KERNEL if vectors >= TILE_VECTORS => Arithmetic::Int8Tiles,
         _ => Arithmetic::Int8Dot,
     }
 }

@@ -3,7 +3,7 @@
 //! so that results equal `avx512-vnni` to the bit.
 //!
 //! One tile holds both limbs of 8 query vectors (16 rows) for 64 rows of codes; a tile of codes has these 64 rows for 16
-//! lanes, which is what 16 unpacked lines of a panel are as they lie. Codes are unpacked to bytes in the first-level cache,
+//! lanes, which is what 16 unpacked lines of a panel are as they lie. Codes are unpacked to bytes in memory that stays near,
 //! long before they are read: a tile cannot be loaded from stores that are still on their way. Half of that is spared for
 //! 4 bits: a line as it is holds `c0 + 16*c1`, so the product with the line, less the product with its low halves, is that
 //! with `16*c1`.
@@ -11,6 +11,7 @@
 //! bursts that leave memory idle, and cold caches then read slower than with `vpdpbusd`; docs/decisions/0010-amx.md).
 //! NOT here: the loop (generic.rs), folds, softmax and f16 rows (avx512.rs), the bit format (quant/pack.rs).
 
+use super::TILE_VECTORS;
 use super::avx512::{self, Avx512Vnni, Limbs, for_each_slot};
 use super::generic::{Kernel, MAX_FOLD, Panels, Scratch, Sums, Task, attend_range};
 use crate::attend::softmax::States;
@@ -83,7 +84,15 @@ impl Kernel for Amx {
         config.row_bytes[..8].fill(LINE as u16);
         config.rows[..8].fill(TILE_ROWS as u8);
         // SAFETY: self proves the instructions; the configuration is a legal one.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &config, options(nostack, readonly)) }
+        unsafe {
+            asm!(
+                "ldtilecfg [{}]",
+                in(reg) &config,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack, readonly),
+            );
+        }
     }
 
     #[inline(always)]
@@ -92,7 +101,14 @@ impl Kernel for Amx {
             return;
         }
         // SAFETY: self proves the instructions. Tiles given back need not be saved when threads change.
-        unsafe { asm!("tilerelease", options(nostack, nomem)) }
+        unsafe {
+            asm!(
+                "tilerelease",
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack, nomem),
+            );
+        }
     }
 
     #[inline(always)]
@@ -100,8 +116,10 @@ impl Kernel for Amx {
         if H < FULL {
             return;
         }
+        panels.check_codes();
         assert!(ready.len() >= panels.lanes * panels.rows.next_multiple_of(CHUNK));
-        // SAFETY: self proves the features; the length was just checked.
+        assert!(ready.as_ptr().addr().is_multiple_of(LINE));
+        // SAFETY: self proves the features; lengths and alignment were just checked.
         unsafe {
             match panels.bits {
                 8 => prepare::<8>(panels, ready),
@@ -140,9 +158,11 @@ impl Kernel for Amx {
 }
 
 /// Query vectors whose limbs fill a tile. Fewer leave the matrix unit to the vector unit, which is then as fast.
-const FULL: usize = TILE_ROWS / LIMBS;
+const FULL: usize = TILE_VECTORS;
 /// Limbs of a multiplier.
 const LIMBS: usize = 2;
+// Whoever sizes prepared codes rounds rows up to a line: the same number.
+const _: () = assert!(CHUNK == LINE && FULL * LIMBS == TILE_ROWS);
 /// Rows of a tile, each of one line: quads of codes, or multipliers.
 const TILE_ROWS: usize = 16;
 /// Codes of a lane in a tile.
@@ -370,8 +390,7 @@ multiply!(multiply_1, "0" "5" tile0 0);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::attend::cpu::generic::{MAX_FOLD, MAX_VECTORS, Vectors};
-    use crate::quant::pack::PANEL_LANES;
+    use crate::attend::cpu::generic::{MAX_FOLD, Vectors};
     use half::f16;
 
     /// Numbers of no pattern: the high bytes of multiples of a large odd number.
@@ -386,7 +405,7 @@ mod tests {
         };
         const H: usize = FULL;
         let x: Vec<f32> = (0..H * MAX_FOLD).map(|i| f32::from(byte(i)) / 100.0 - 1.0).collect();
-        let mut sums = Sums([0; 4 * PANEL_LANES * MAX_VECTORS]);
+        let mut sums = Sums::ZERO;
         // Multipliers of a longer fold first: what they leave behind must not show.
         let mut folded = amx.vectors().folded::<H>();
         amx.vectors().fold(&x, MAX_FOLD, &[f16::ONE; MAX_FOLD], &[2.0; H], &mut folded);

@@ -107,7 +107,8 @@ pub(crate) trait Kernel: Copy {
     /// Query vectors that share one pass over the codes: as many as the accumulators have registers for.
     const VECTORS: usize;
     fn vectors(self) -> Self::Vectors;
-    /// Prepares the processor for [`Kernel::panels`] with H vectors.
+    /// Prepares the processor for [`Kernel::panels`] with H vectors, which may fault without. A panic before
+    /// [`Kernel::end`] leaves it prepared, which costs the system a little and disturbs nobody.
     #[inline(always)]
     fn begin<const H: usize>(self) {}
     /// Undoes what [`Kernel::begin`] did.
@@ -142,11 +143,18 @@ pub(crate) struct Panels<'a> {
 }
 
 impl<'a> Panels<'a> {
-    /// Panics unless `out` has H rows of all lanes, and the codes at most MAX_FOLD rows: what kernels rely on.
+    /// Panics unless `out` has H rows of all lanes, and the codes are as [`Panels::check_codes`] asks: what kernels rely on.
     #[inline(always)]
     pub(crate) fn check<const H: usize>(&self, out: &[f32], stride: usize) {
-        assert!(out.len() >= (H - 1) * stride + self.lanes && self.lanes.is_multiple_of(SLOT_LANES));
-        assert!(self.rows <= MAX_FOLD && self.codes.len() == panel_bytes(self.bits, self.lanes, self.rows));
+        assert!(out.len() >= (H - 1) * stride + self.lanes);
+        self.check_codes();
+    }
+
+    /// Panics unless the codes are those of `lanes` by `rows`, at most MAX_FOLD rows.
+    #[inline(always)]
+    pub(crate) fn check_codes(&self) {
+        assert!(self.lanes.is_multiple_of(SLOT_LANES) && (1..=MAX_FOLD).contains(&self.rows));
+        assert!(self.codes.len() == panel_bytes(self.bits, self.lanes, self.rows));
     }
 
     /// Panel by panel: its codes, first lane, lanes, and the memory to ask for.
@@ -162,7 +170,12 @@ impl<'a> Panels<'a> {
 
 /// Integer sums of 64 lanes, two rows per vector.
 #[repr(align(64))]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 pub(crate) struct Sums(pub [i32; 2 * PANEL_LANES * 2 * MAX_VECTORS]);
+
+impl Sums {
+    pub(crate) const ZERO: Self = Self([0; 2 * PANEL_LANES * 2 * MAX_VECTORS]);
+}
 
 /// Codes of one half of a record, made ready.
 #[derive(Clone, Copy)]
@@ -188,7 +201,8 @@ pub(crate) trait Vectors: Copy {
     /// Multipliers made by [`Vectors::fold`].
     type Folded<const H: usize>;
     fn folded<const H: usize>(self) -> Self::Folded<H>;
-    /// Folds `x[h][i] * scales[i]` for the panels that follow; multipliers of rows behind them are 0 up to a multiple of 64. `scales.len()` is a multiple of 16, at most [`MAX_FOLD`].
+    /// Folds `x[h][i] * scales[i]` for the panels that follow; multipliers of rows behind them are 0 up to a multiple of 64.
+    /// `scales.len()` is a multiple of 16, at most [`MAX_FOLD`].
     /// `bound[h]` is at least every magnitude in row h: what integer multipliers are scaled by.
     fn fold<const H: usize>(
         self,
@@ -257,7 +271,7 @@ impl Scratch {
         Box::new(Self {
             scores: [[0.0; RANGE_LEN]; MAX_VECTORS],
             out: [[0.0; MAX_FOLD]; MAX_VECTORS],
-            work: Work { ready: [Ready::EMPTY; 2], sums: Sums([0; 4 * PANEL_LANES * MAX_VECTORS]) },
+            work: Work { ready: [Ready::EMPTY; 2], sums: Sums::ZERO },
         })
     }
 }

@@ -49,11 +49,16 @@ pub(crate) struct Variant {
     pub plain_tolerance: f64,
 }
 
+/// Name of the variant that multiplies with matrix tiles.
+pub const TILE_KERNEL: &str = "avx512-amx";
+/// Query vectors on a kv head from which on it does.
+pub const TILE_VECTORS: usize = 8;
+
 /// Every variant of this build, best first.
 pub(crate) const VARIANTS: &[Variant] = &[
     #[cfg(target_arch = "x86_64")]
     Variant {
-        name: "avx512-amx",
+        name: TILE_KERNEL,
         available: || available(amx::Amx::new(), amx::NEEDS),
         run: |task, scratch, states| proof(amx::Amx::new()).attend_range(task, scratch, states),
         vectors: amx::Amx::VECTORS,
@@ -99,7 +104,7 @@ pub(crate) const VARIANTS: &[Variant] = &[
 
 #[cfg(target_arch = "x86_64")]
 fn available<T>(proof: Option<T>, needs: &str) -> Result<(), String> {
-    proof.map(|_| ()).ok_or_else(|| format!("this processor lacks one of {needs}"))
+    proof.map(|_| ()).ok_or_else(|| format!("this processor or system lacks one of {needs}"))
 }
 
 #[cfg(target_arch = "x86_64")]

@@ -29,6 +29,7 @@ impl Kernel for Portable {
         stride: usize,
         _sums: &mut Sums,
     ) {
+        panels.check::<H>(out, stride);
         for (codes, first, lanes, _) in panels.each() {
             panel(panels.bits, codes, lanes, folded, &mut out[first..], stride);
         }
