@@ -88,7 +88,8 @@ impl Attention {
     /// Exactness: a row's result depends on neither the other rows, the batch, nor the threads.
     ///
     /// # Errors
-    /// [`Error::Shape`], [`Error::NoSuchLayer`], [`Error::NoSuchSequence`], [`Error::NotFinite`] (a query).
+    /// [`Error::Shape`] (also for rows so old that [`Cache::commit`] freed what they saw), [`Error::NoSuchLayer`],
+    /// [`Error::NoSuchSequence`], [`Error::NotFinite`] (a query).
     pub fn attend(
         &mut self,
         cache: &Cache,
@@ -136,6 +137,11 @@ impl Attention {
                 if entry.rows == 0 || entry.rows > view.len {
                     let what = "rows of a batch entry (1 up to the tokens held)";
                     return Err(Error::Shape { what, expected: view.len, got: entry.rows });
+                }
+                if !view.holds_all_of(entry.rows) {
+                    let most = (1..entry.rows).rev().find(|&rows| view.holds_all_of(rows)).unwrap_or(0);
+                    let what = "most rows of a batch entry after commit, which frees what only older rows saw";
+                    return Err(Error::Shape { what, expected: most, got: entry.rows });
                 }
                 views.push(view);
             }

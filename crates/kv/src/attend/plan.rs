@@ -25,9 +25,18 @@ const UNITS_PER_THREAD: usize = 8;
 /// query vectors: blocks begin at multiples of it, so that the order of merges is fixed by position.
 const BLOCK_RANGES: usize = 8;
 
+/// Working memory of one thread, kept from call to call: a unit of a small call is over in a few microseconds.
+struct Own {
+    /// Query vectors times sm_scale, `[vectors][head_dim]`.
+    scaled: Vec<f32>,
+    /// Last visible position of each query vector.
+    last_visible: Vec<usize>,
+    scratch: Box<Scratch>,
+}
+
 thread_local! {
-    /// Kept by every thread from call to call.
-    static SCRATCH: RefCell<Box<Scratch>> = RefCell::new(Scratch::new());
+    static OWN: RefCell<Own> =
+        RefCell::new(Own { scaled: Vec::new(), last_visible: Vec::new(), scratch: Scratch::new() });
 }
 
 /// How calls are cut into work, for experiments; results do not depend on it. None: the product's rule.
@@ -106,7 +115,9 @@ pub(crate) fn run(
 ) {
     let tiles = tiles(problems);
     let units = units(problems, &tiles, threads.count(), split);
-    let states = threads.map(units.len(), |i| attend_unit(variant, split, problems, &tiles, &units[i], q));
+    let states = threads.map(units.len(), |i| {
+        OWN.with_borrow_mut(|own| attend_unit(variant, split, problems, &tiles, &units[i], q, own))
+    });
     let mut results = units.iter().zip(states).peekable();
     while let Some((unit, parts)) = results.next() {
         let mut merge = Merge::new(parts);
@@ -229,14 +240,17 @@ fn attend_unit(
     tiles: &[Tile],
     unit: &Unit,
     q: &[f32],
+    own: &mut Own,
 ) -> Vec<Part> {
     let tile = &tiles[unit.tile];
     let p = &problems[tile.problem];
     let (d, ratio) = (p.shape.head_dim, p.shape.gqa_ratio());
-    let mut scaled = Vec::with_capacity(tile.vectors(p) * d);
+    let Own { scaled, last_visible, scratch } = own;
+    scaled.clear();
     vectors(p, tile, unit.head).for_each(|at| scaled.extend(q[at..at + d].iter().map(|x| x * p.sm_scale)));
-    let last_visible: Vec<_> = tile.positions.clone().flat_map(|p| std::iter::repeat_n(p, ratio)).collect();
-    let mut parts: Vec<Part> = Vec::new();
+    last_visible.clear();
+    last_visible.extend(tile.positions.clone().flat_map(|p| std::iter::repeat_n(p, ratio)));
+    let mut parts: Vec<Part> = Vec::with_capacity(if unit.whole { 2 } else { unit.ranges.len() });
     for r in unit.ranges.clone() {
         let range = r * RANGE_LEN..((r + 1) * RANGE_LEN).min(tile.positions.end);
         let more = r + 1 < unit.ranges.end && range.end < tile.edge;
@@ -253,8 +267,8 @@ fn attend_unit(
             first_visible: p.first_visible,
             vectors_per_unpack: split.vectors_per_unpack.unwrap_or(variant.vectors).clamp(1, variant.vectors),
             softcap: p.softcap,
-            q: &scaled,
-            last_visible: &last_visible,
+            q: scaled,
+            last_visible,
         };
         let block = r / BLOCK_RANGES;
         let leads = unit.leads || block > unit.ranges.start / BLOCK_RANGES;
@@ -265,7 +279,7 @@ fn attend_unit(
             parts.push(Part { block, states: States::init(last_visible.len(), d) });
         }
         let part = parts.last_mut().expect("just pushed");
-        SCRATCH.with_borrow_mut(|scratch| (variant.run)(&task, scratch, &mut part.states));
+        (variant.run)(&task, scratch, &mut part.states);
     }
     if unit.whole {
         merge_second(&mut parts);

@@ -4,19 +4,32 @@
 //! Source: the online softmax of Milakov and Gimelshein (arXiv 1805.02867), as split-KV decoding uses it.
 //! NOT here: scores, values, which keys.
 
-/// States of several query vectors. Shapes: `m`, `l`: `[vectors]`; `o`: `[vectors][head_dim]`.
+/// States of several query vectors, in one piece of memory: `m[vectors]`, `l[vectors]`, `o[vectors][head_dim]`.
 #[derive(Debug, Clone)]
 pub(crate) struct States {
-    pub m: Vec<f32>,
-    pub l: Vec<f32>,
-    pub o: Vec<f32>,
+    numbers: Vec<f32>,
+    vectors: usize,
     head_dim: usize,
 }
 
 impl States {
     /// Empty states.
     pub(crate) fn init(vectors: usize, head_dim: usize) -> Self {
-        Self { m: vec![f32::NEG_INFINITY; vectors], l: vec![0.0; vectors], o: vec![0.0; vectors * head_dim], head_dim }
+        let mut numbers = vec![0.0; vectors * (2 + head_dim)];
+        numbers[..vectors].fill(f32::NEG_INFINITY);
+        Self { numbers, vectors, head_dim }
+    }
+
+    fn m(&self, i: usize) -> f32 {
+        self.numbers[i]
+    }
+
+    fn l(&self, i: usize) -> f32 {
+        self.numbers[self.vectors + i]
+    }
+
+    fn o(&self, i: usize) -> &[f32] {
+        &self.numbers[2 * self.vectors + i * self.head_dim..][..self.head_dim]
     }
 
     /// Merges one vector's partial state into state `i`. The order of merges is part of the result's bits.
@@ -24,35 +37,37 @@ impl States {
         if m == f32::NEG_INFINITY {
             return;
         }
-        let own = &mut self.o[i * self.head_dim..][..self.head_dim];
-        if self.m[i] == f32::NEG_INFINITY {
-            (self.m[i], self.l[i]) = (m, l);
+        let (own_m, own_l) = (self.m(i), self.l(i));
+        let own = &mut self.numbers[2 * self.vectors + i * self.head_dim..][..self.head_dim];
+        let (top, total) = if own_m == f32::NEG_INFINITY {
             own.copy_from_slice(o);
-            return;
-        }
-        let top = if m > self.m[i] { m } else { self.m[i] };
-        let (keep, add) = ((self.m[i] - top).exp(), (m - top).exp());
-        self.m[i] = top;
-        self.l[i] = self.l[i] * keep + l * add;
-        for (own, &o) in own.iter_mut().zip(o) {
-            *own = *own * keep + o * add;
-        }
+            (m, l)
+        } else {
+            let top = if m > own_m { m } else { own_m };
+            let (keep, add) = ((own_m - top).exp(), (m - top).exp());
+            for (own, &o) in own.iter_mut().zip(o) {
+                *own = *own * keep + o * add;
+            }
+            (top, own_l * keep + l * add)
+        };
+        self.numbers[i] = top;
+        self.numbers[self.vectors + i] = total;
     }
 
     /// Merges all vectors of `other`.
     pub(crate) fn merge_all(&mut self, other: &Self) {
-        for i in 0..other.m.len() {
-            self.merge(i, other.m[i], other.l[i], &other.o[i * self.head_dim..][..self.head_dim]);
+        for i in 0..other.vectors {
+            self.merge(i, other.m(i), other.l(i), other.o(i));
         }
     }
 
     /// The attention output of vector `i`: `o / l`; a sink logit is one more term of the sum. Zero when nothing was seen.
     pub(crate) fn finish(&self, i: usize, sink_logit: Option<f32>, out: &mut [f32]) {
-        let o = &self.o[i * self.head_dim..][..self.head_dim];
-        let (mut l, mut factor) = (self.l[i], 1.0);
+        let o = self.o(i);
+        let (mut l, mut factor) = (self.l(i), 1.0);
         if let Some(sink) = sink_logit {
-            let top = if sink > self.m[i] { sink } else { self.m[i] };
-            factor = (self.m[i] - top).exp();
+            let top = if sink > self.m(i) { sink } else { self.m(i) };
+            factor = (self.m(i) - top).exp();
             l = l * factor + (sink - top).exp();
         }
         let factor = if l == 0.0 { 0.0 } else { factor / l };
@@ -78,9 +93,9 @@ mod tests {
     #[test]
     fn empty_states_change_nothing() {
         let mut s = state(&[(1.0, 2.0), (-3.0, 5.0)]);
-        let before = (s.m[0], s.l[0], s.o[0]);
+        let before = s.numbers.clone();
         s.merge(0, f32::NEG_INFINITY, 0.0, &[0.0]);
-        assert_eq!(before, (s.m[0], s.l[0], s.o[0]));
+        assert_eq!(before, s.numbers);
         let mut out = [1.0];
         States::init(1, 1).finish(0, None, &mut out);
         assert_eq!(out, [0.0]);

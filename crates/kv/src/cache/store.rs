@@ -329,6 +329,11 @@ impl<'a> SeqView<'a> {
         layout.head(self.records.bytes(&self.groups[group]), head)
     }
 
+    /// Whether everything is held that the newest `rows` tokens see: commit frees plain rows that only older ones saw.
+    pub(crate) fn holds_all_of(&self, rows: usize) -> bool {
+        self.spec.scheme.edge(self.len - rows) >= self.tail_start
+    }
+
     /// Records held.
     pub(crate) fn groups(&self) -> usize {
         self.groups.len()

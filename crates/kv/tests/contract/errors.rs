@@ -183,3 +183,32 @@ fn threads_and_kernels_that_do_not_exist_are_refused() {
         }
     }
 }
+
+/// Commit frees plain rows that only older rows saw; rows that old are refused, and the newest that can be attended are.
+#[test]
+fn rows_older_than_what_commit_left_are_refused() {
+    for arm in [Arm::Fused, Arm::DequantOnce, Arm::DequantStep] {
+        let layer = LayerConfig { shape: shape(), scheme: "k4v4g32w8s2".parse().unwrap() };
+        let mut cache = Cache::new(&[layer], arm).unwrap();
+        let seq = cache.add_sequence();
+        let mut attention = Attention::new(2, None).unwrap();
+        let t = tokens(1, 0, 0..110, &shape());
+        let all = [Rows { seq, rows: 110 }];
+        cache.append(0, &all, &t.k, &t.v).unwrap();
+        let mut attend = |cache: &Cache, rows: usize| {
+            let mut out = vec![f32::NAN; rows * 256];
+            let q = vec![0.1; rows * 256];
+            attention.attend(cache, 0, &[Rows { seq, rows }], &q, &mut out, &AttendOptions::new(64)).map(|()| out)
+        };
+        let before = attend(&cache, 110).unwrap();
+        cache.commit(0, &all).unwrap();
+        // The newest row's window of 8 begins at 102, so that 96 tokens are packed for it, as for the rows from 103 on.
+        for rows in 1..=110 {
+            match attend(&cache, rows) {
+                Ok(out) => assert!(rows <= 7 && bits(&out) == bits(&before[(110 - rows) * 256..]), "{rows} rows"),
+                Err(Error::Shape { expected: 7, got, .. }) => assert!(rows > 7 && got == rows),
+                Err(e) => panic!("{rows} rows: {e}"),
+            }
+        }
+    }
+}
