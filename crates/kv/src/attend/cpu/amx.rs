@@ -13,7 +13,8 @@
 
 use super::TILE_VECTORS;
 use super::avx512::{self, Avx512Vnni, Limbs, for_each_slot};
-use super::generic::{Kernel, MAX_FOLD, Panels, Scratch, Sums, Task, attend_range};
+use super::generic::{Scratch, Task, attend_range};
+use super::kernel::{Kernel, MAX_FOLD, Panels, Sums};
 use crate::attend::softmax::States;
 use crate::quant::pack::{LINE, QUAD, SLOT_LANES, panel_bytes};
 use std::arch::asm;
@@ -390,7 +391,7 @@ multiply!(multiply_1, "0" "5" tile0 0);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::attend::cpu::generic::{MAX_FOLD, Vectors};
+    use crate::attend::cpu::kernel::{MAX_FOLD, Vectors};
     use half::f16;
 
     /// Numbers of no pattern: the high bytes of multiples of a large odd number.

@@ -7,7 +7,8 @@
 //! Accuracy: each multiplier is off by at most max/65534, below 5e-4 relative in the output of every parity case.
 //! NOT here: the loop (generic.rs), the bit format (quant/pack.rs), AVX-VNNI (avxvnni.rs).
 
-use super::generic::{Kernel, Lanes, MAX_FOLD, Panels, Scratch, Sums, Task, Vectors, attend_range};
+use super::generic::{Scratch, Task, attend_range};
+use super::kernel::{Kernel, Lanes, MAX_FOLD, Panels, Sums, Vectors};
 use super::portable::{EXP2, MIN_EXP};
 use crate::RowFormat;
 use crate::attend::softmax::States;

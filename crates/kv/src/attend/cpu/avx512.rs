@@ -8,7 +8,8 @@
 //! Tried and lost: one limb per multiplier (error 0.15 unless the codes are centred).
 //! NOT here: the loop (generic.rs), the bit format (quant/pack.rs).
 
-use super::generic::{Kernel, Lanes, MAX_FOLD, Panels, Scratch, Sums, Task, Vectors, attend_range};
+use super::generic::{Scratch, Task, attend_range};
+use super::kernel::{Kernel, Lanes, MAX_FOLD, Panels, Sums, Vectors};
 use super::portable::{EXP2, MIN_EXP};
 use crate::RowFormat;
 use crate::attend::softmax::States;

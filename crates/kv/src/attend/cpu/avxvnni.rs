@@ -3,7 +3,8 @@
 //! NOT here: the loop (generic.rs), the bit format (quant/pack.rs), folds and f16 rows (avx2.rs).
 
 use super::avx2::{Avx2, Words, panel_with};
-use super::generic::{Kernel, Panels, Scratch, Sums, Task, attend_range};
+use super::generic::{Scratch, Task, attend_range};
+use super::kernel::{Kernel, Panels, Sums};
 use crate::attend::softmax::States;
 use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES};
 use std::arch::x86_64::*;

@@ -29,10 +29,12 @@ mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod avxvnni;
 pub(crate) mod generic;
+mod kernel;
 mod portable;
 
 use super::softmax::States;
-use generic::{Kernel, Scratch, Task, attend_range};
+use generic::{Scratch, Task, attend_range};
+use kernel::Kernel;
 
 /// One way to attend a range of keys.
 pub(crate) struct Variant {

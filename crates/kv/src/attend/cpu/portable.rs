@@ -2,7 +2,7 @@
 //! Accuracy: f32 sums in a fixed order; relative error about 1e-6 over records, limited by f32.
 //! NOT here: instruction sets; the loop (generic.rs).
 
-use super::generic::{Kernel, Lanes, MAX_FOLD, Panels, Sums, Vectors};
+use super::kernel::{Kernel, Lanes, MAX_FOLD, Panels, Sums, Vectors};
 use crate::element::Element;
 use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES};
 use half::f16;
