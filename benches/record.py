@@ -38,16 +38,14 @@ def measure():
     target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
     program = str(target / "release" / "kvant")
     run(program, "pull")
-    commit = run("git", "rev-parse", "HEAD").strip()
-    dirty = bool(run("git", "status", "--porcelain", "--untracked-files=no").strip())
+    facts_of_code = {"commit": commit(), "uncommitted_changes": changed()}
     load = os.getloadavg()[0]
     results = {name: json.loads(run(program, *words.split())) for name, words in BENCHES.items()}
     machine = facts(results["fits"]["machine"])
     now = datetime.datetime.now(datetime.timezone.utc)
     record = {
         "date": now.isoformat(timespec="seconds"),
-        "commit": commit,
-        "uncommitted_changes": dirty,
+        **facts_of_code,
         "load_average_before": load,
         "machine": machine,
         "commands": {name: f"kvant {words}" for name, words in BENCHES.items()},
@@ -57,6 +55,21 @@ def measure():
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(path.relative_to(ROOT))
+
+
+def info(program):
+    """What the program says of itself and of this machine; a relative path is the caller's."""
+    printed = subprocess.run([program, "info", "--json"], check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(printed.stdout)
+
+
+def commit():
+    return run("git", "rev-parse", "HEAD").strip()
+
+
+def changed():
+    """Whether the checkout differs from its commit."""
+    return bool(run("git", "status", "--porcelain", "--untracked-files=no").strip())
 
 
 def facts(machine):

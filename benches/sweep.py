@@ -20,8 +20,10 @@ import platform
 import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-RECORDS = ROOT / "benches" / "record"
+sys.dont_write_bytecode = True
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+from record import RECORDS, ROOT, commit, info  # noqa: E402
+
 ALL = "f16,k8v8g64,k4v4g64,k3v3g64,k2v2g64"
 SHAPE = "b={b},q=32,kv=8,d=128,s={s}"
 
@@ -58,11 +60,10 @@ def attend_runs(runs):
 
 
 def measure(runs, program, out):
-    commit = os.environ.get("COMMIT") or subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout.strip()
     record = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit,
-        "machine": {"cores": os.cpu_count(), "arch": platform.machine(), "info": info(program)},
+        "commit": os.environ.get("COMMIT") or commit(),
+        "machine": {"cores": os.cpu_count(), "arch": platform.machine(), "info": info(program)["machine"]},
         "runs": [],
     }
     for label, threads, words in runs:
@@ -73,10 +74,6 @@ def measure(runs, program, out):
         # After every run: what was measured before a run fails is not lost.
         pathlib.Path(out).write_text(json.dumps(record, indent=1) + "\n")
         print(label, file=sys.stderr)
-
-
-def info(program):
-    return json.loads(subprocess.run([program, "info", "--json"], check=True, stdout=subprocess.PIPE, text=True).stdout)["machine"]
 
 
 def model_table(record):

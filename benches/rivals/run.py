@@ -124,7 +124,7 @@ class Run:
     def __init__(self, args):
         self.args = args
         self.start = time.monotonic()
-        info = json.loads(subprocess.run([args.kvant, "info", "--json"], check=True, stdout=subprocess.PIPE, text=True).stdout)
+        info = records.info(args.kvant)
         self.machine = records.facts(info["machine"])
         load = os.getloadavg()[0]
         if load > max(BUSY[0], BUSY[1] * (os.cpu_count() or 1)):
@@ -213,8 +213,7 @@ def commit_of(args):
     if args.commit:
         return args.commit, None
     try:
-        commit = records.run("git", "rev-parse", "HEAD").strip()
-        return commit, bool(records.run("git", "status", "--porcelain", "--untracked-files=no").strip())
+        return records.commit(), records.changed()
     except (OSError, subprocess.CalledProcessError):
         print("warning: no git here says what kvant's commit is; --commit names it", file=sys.stderr)
         return "unknown", None
