@@ -113,7 +113,7 @@ fn golden_quantizer() {
                             let span = group * g..((group + 1) * g).min(len);
                             let values: Vec<f32> = span.clone().map(|i| x[at(i)]).collect();
                             let mut got = vec![0; values.len()];
-                            let affine = quantize(&values, 0, bits, &mut got);
+                            let affine = quantize(&values, 0, bits, crate::scheme::Fit::MinMax, &mut got);
                             let (a, b) = if by_token { (row, group) } else { (group, row) };
                             let p = (head * pshape[1] + a) * pshape[2] + b;
                             assert_eq!(affine.scale.to_f32(), scale[p].to_f32(), "{n} scale {p}");

@@ -19,5 +19,5 @@ pub use attend::{AttendOptions, Attention};
 pub use cache::{Arm, Cache, CacheBytes, LayerConfig, Rows, SeqId};
 pub use element::RowFormat;
 pub use error::Error;
-pub use scheme::{PackedScheme, Scheme, SchemeError};
+pub use scheme::{Fit, PackedScheme, Scheme, SchemeError};
 pub use shape::LayerShape;

@@ -1,5 +1,6 @@
-//! Schemes: how a cache stores tokens. In: text such as `k4v2g64w128s4p512`, `f16` or `bf16`; out: a checked [`Scheme`],
-//! its canonical text, its bits per element, and [`Scheme::edge`], the rule that decides which keys a query sees packed.
+//! Schemes: how a cache stores tokens. In: text such as `k4v2g64w128s4p512`, `k2l4v2g64w128s4.mse`, `f16` or `bf16`; out: a
+//! checked [`Scheme`], its canonical text, its bits per element, and [`Scheme::edge`], the rule that decides which keys a
+//! query sees packed.
 //! NOT here: scheme files and presets (the engine reads those), byte offsets (cache/layout.rs).
 
 use crate::RowFormat;
@@ -10,6 +11,10 @@ use std::str::FromStr;
 pub const BITS: [u32; 4] = [2, 3, 4, 8];
 /// Tokens a group may have.
 pub const GROUP_LENS: [usize; 3] = [32, 64, 128];
+/// Shares of loud key channels there are: one channel in so many; 0 is none.
+pub const LOUD: [usize; 4] = [0, 2, 4, 8];
+/// Loud channels come in whole lines of codes (quant/pack.rs): so many at once.
+pub(crate) const LOUD_STEP: usize = 8;
 /// Most first tokens that can be kept in f16.
 pub const MAX_SINKS: usize = 16;
 
@@ -34,6 +39,24 @@ pub enum Scheme {
     Packed(PackedScheme),
 }
 
+/// How scale and zero of a group are chosen when it is packed. The record's format, and so what reads it, is the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Fit {
+    /// The group's range: no value is clipped.
+    #[default]
+    MinMax,
+    /// The range, shrunk about its middle, of the least squared error among a few: with 2 or 3 bits a clipped outlier costs
+    /// less than coarser steps for all others. 8-bit codes take the range.
+    Mse,
+    /// As [`Fit::Mse`], then scale and zero of least squares for the codes so found, while that helps.
+    Ls,
+}
+
+impl Fit {
+    /// Every way, with the name that a scheme's text has for it.
+    pub const ALL: [(Fit, &str); 3] = [(Fit::MinMax, "minmax"), (Fit::Mse, "mse"), (Fit::Ls, "ls")];
+}
+
 /// The numbers of a packed scheme. Build it with [`PackedScheme::new`] or by parsing, which check them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PackedScheme {
@@ -43,6 +66,8 @@ pub struct PackedScheme {
     window_len: usize,
     sinks: usize,
     page_len: usize,
+    loud: usize,
+    fit: Fit,
 }
 
 impl PackedScheme {
@@ -59,7 +84,7 @@ impl PackedScheme {
         sinks: usize,
         page_len: usize,
     ) -> Result<Self, SchemeError> {
-        let scheme = Self { k_bits, v_bits, group_len, window_len, sinks, page_len };
+        let scheme = Self { k_bits, v_bits, group_len, window_len, sinks, page_len, loud: 0, fit: Fit::MinMax };
         let no = |why: String| Err(SchemeError { text: scheme.to_string(), why });
         for (name, bits) in [("key", k_bits), ("value", v_bits)] {
             if !BITS.contains(&bits) {
@@ -81,6 +106,41 @@ impl PackedScheme {
         Ok(scheme)
     }
 
+    /// The same with the first of every `one_in` key channels of a head loud: 4 bits, in two planes of 2. 0: none. Which
+    /// channels are the first is up to who writes keys and queries: any order does that both share.
+    ///
+    /// # Errors
+    /// [`SchemeError`] for a share outside {0,2,4,8}, and for keys of other than 2 bits.
+    pub fn with_loud(mut self, one_in: usize) -> Result<Self, SchemeError> {
+        self.loud = one_in;
+        if !LOUD.contains(&one_in) {
+            let why = format!("one loud key channel in 2, 4 or 8 (l) is possible, got {one_in}");
+            return Err(SchemeError { text: self.to_string(), why });
+        }
+        if one_in > 0 && self.k_bits != 2 {
+            let why = format!("loud key channels (l) go with 2-bit keys, got {} bits", self.k_bits);
+            return Err(SchemeError { text: self.to_string(), why });
+        }
+        Ok(self)
+    }
+
+    /// The same with scales and zeros chosen so.
+    pub fn with_fit(self, fit: Fit) -> Self {
+        Self { fit, ..self }
+    }
+
+    /// One key channel in so many is loud (0: none).
+    pub fn loud(&self) -> usize {
+        self.loud
+    }
+    /// Loud channels of a head, its first ones: its share, rounded up to a multiple of 8.
+    pub fn loud_channels(&self, head_dim: usize) -> usize {
+        head_dim.checked_div(self.loud).map_or(0, |n| n.next_multiple_of(LOUD_STEP))
+    }
+    /// How scales and zeros are chosen.
+    pub fn fit(&self) -> Fit {
+        self.fit
+    }
     /// Bits of a key code.
     pub fn k_bits(&self) -> u32 {
         self.k_bits
@@ -123,7 +183,8 @@ impl PackedScheme {
     /// Effective bits of one packed element, keys and values averaged, scale and zero (f16 each) included.
     pub fn bits_per_element(&self, head_dim: usize) -> f64 {
         let v_groups = head_dim.div_ceil(self.v_group_len(head_dim)) as f64;
-        let k = self.k_bits as f64 + 32.0 / self.group_len as f64;
+        let loud = self.loud_channels(head_dim) as f64 / head_dim as f64;
+        let k = self.k_bits as f64 * (1.0 + loud) + 32.0 / self.group_len as f64;
         let v = self.v_bits as f64 + 32.0 * v_groups / head_dim as f64;
         (k + v) / 2.0
     }
@@ -173,13 +234,20 @@ impl Scheme {
 
 impl fmt::Display for PackedScheme {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "k{}v{}g{}", self.k_bits, self.v_bits, self.group_len)?;
+        write!(f, "k{}", self.k_bits)?;
+        if self.loud > 0 {
+            write!(f, "l{}", self.loud)?;
+        }
+        write!(f, "v{}g{}", self.v_bits, self.group_len)?;
         for (letter, n) in [('w', self.window_len), ('s', self.sinks), ('p', self.page_len)] {
             if n > 0 {
                 write!(f, "{letter}{n}")?;
             }
         }
-        Ok(())
+        match Fit::ALL.iter().find(|(fit, _)| *fit == self.fit) {
+            Some((fit, name)) if *fit != Fit::MinMax => write!(f, ".{name}"),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -196,7 +264,8 @@ impl fmt::Display for Scheme {
 impl FromStr for Scheme {
     type Err = SchemeError;
 
-    /// Parses `f16`, `bf16` or `k<bits>v<bits>g<tokens>[w<tokens>][s<tokens>][p<tokens>]`, parts in that order.
+    /// Parses `f16`, `bf16` or `k<bits>[l<one in>]v<bits>g<tokens>[w<tokens>][s<tokens>][p<tokens>][.<fit>]`, parts in that
+    /// order.
     fn from_str(text: &str) -> Result<Self, SchemeError> {
         match text {
             "f16" => return Ok(Scheme::F16),
@@ -204,7 +273,15 @@ impl FromStr for Scheme {
             _ => {}
         }
         let no = |why: String| SchemeError { text: text.to_string(), why };
-        let mut rest = text;
+        let (numbers, fit) = text.split_once('.').map_or((text, None), |(numbers, fit)| (numbers, Some(fit)));
+        let fit = match fit {
+            None => Fit::MinMax,
+            Some(name) => match Fit::ALL.iter().find(|(_, n)| *n == name) {
+                Some((fit, _)) => *fit,
+                None => return Err(no(format!("`.{name}` is no fit (minmax, mse, ls)"))),
+            },
+        };
+        let mut rest = numbers;
         let mut part = |letter: char, required: bool| -> Result<usize, SchemeError> {
             let Some(tail) = rest.strip_prefix(letter) else {
                 return if required {
@@ -218,13 +295,15 @@ impl FromStr for Scheme {
             rest = &tail[digits..];
             Ok(n)
         };
-        let (k, v, g) = (part('k', true)?, part('v', true)?, part('g', true)?);
+        let (k, l) = (part('k', true)?, part('l', false)?);
+        let (v, g) = (part('v', true)?, part('g', true)?);
         let (w, s, p) = (part('w', false)?, part('s', false)?, part('p', false)?);
         if !rest.is_empty() {
-            return Err(no(format!("`{rest}` is not a part of a scheme (order: k v g w s p)")));
+            return Err(no(format!("`{rest}` is not a part of a scheme (order: k l v g w s p, then .fit)")));
         }
         let bits = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
-        PackedScheme::new(bits(k), bits(v), g, w, s, p).map(Scheme::Packed).map_err(|e| no(e.why))
+        let scheme = PackedScheme::new(bits(k), bits(v), g, w, s, p).and_then(|scheme| scheme.with_loud(l));
+        scheme.map(|scheme| Scheme::Packed(scheme.with_fit(fit))).map_err(|e| no(e.why))
     }
 }
 
@@ -234,10 +313,21 @@ mod tests {
 
     #[test]
     fn text_round_trips_and_leaves_zero_parts_out() {
-        for text in ["f16", "bf16", "k4v2g64", "k4v2g64w128s4p512", "k8v8g32s16", "k2v3g128p1024"] {
+        for text in [
+            "f16",
+            "bf16",
+            "k4v2g64",
+            "k4v2g64w128s4p512",
+            "k8v8g32s16",
+            "k2v3g128p1024",
+            "k2l4v2g64",
+            "k2l8v3g64w128s4p512.mse",
+            "k4v4g64.ls",
+        ] {
             assert_eq!(text.parse::<Scheme>().unwrap().to_string(), text);
         }
         assert_eq!("k4v4g64w0s0p0".parse::<Scheme>().unwrap().to_string(), "k4v4g64");
+        assert_eq!("k4l0v4g64.minmax".parse::<Scheme>().unwrap().to_string(), "k4v4g64");
     }
 
     #[test]
@@ -257,6 +347,11 @@ mod tests {
             ("BF16", "`k`"),
             ("bf16w128", "`k`"),
             ("k4v4g64w99999999999", "at most"),
+            ("k4l4v4g64", "2-bit keys"),
+            ("k2l3v4g64", "2, 4 or 8"),
+            ("k2v4l4g64", "`g`"),
+            ("k4v4g64.best", "`.best`"),
+            ("k4v4g64.", "`.`"),
         ] {
             let e = text.parse::<Scheme>().unwrap_err();
             assert!(e.why.contains(part), "{text}: {}", e.why);
@@ -270,6 +365,9 @@ mod tests {
         assert_eq!((bits("f16", 64), bits("bf16", 80)), (16.0, 16.0));
         assert_eq!(bits("k4v4g64", 128), 4.5);
         assert_eq!(bits("k2v2g32", 64), 3.0);
+        // An eighth of 64 channels has 2 bits more, of 80 channels 16.
+        assert_eq!((bits("k2l8v2g64", 64), bits("k2l4v2g64", 128)), (2.625, 2.75));
+        assert!((bits("k2l8v2g64", 80) - (2.4 + 0.5 + 2.0 + 0.8) / 2.0).abs() < 1e-12);
         // head_dim 80, group 64: value groups of 64 and 16 channels.
         assert_eq!(bits("k4v4g64", 80), (4.5 + 4.0 + 0.8) / 2.0);
     }

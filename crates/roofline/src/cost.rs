@@ -32,7 +32,7 @@ impl Cost {
     /// What the newest of `kv_len` tokens must read of keys and values: each once.
     ///
     /// Formula: with `e = edge(kv_len - 1)`, per kv head `e / group_len` groups of
-    /// `4*d + group_len*d*k_bits/8 + group_len*(4*ceil(d/gv) + d*v_bits/8)` bytes and
+    /// `4*d + group_len*(d+loud)*k_bits/8 + group_len*(4*ceil(d/gv) + d*v_bits/8)` bytes and
     /// `kv_len - e + min(sinks, e)` tokens of `4*d` bytes.
     pub fn of(shape: LayerShape, scheme: Scheme, kv_len: usize) -> Self {
         Self::of_rows(shape, scheme, kv_len, 1)
@@ -49,7 +49,7 @@ impl Cost {
             Scheme::F16 | Scheme::Bf16 => (0, 0),
             Scheme::Packed(p) => {
                 let g = p.group_len();
-                let k = d * PARAMS_BYTES + g * d * p.k_bits() as usize / 8;
+                let k = d * PARAMS_BYTES + g * (d + p.loud_channels(d)) * p.k_bits() as usize / 8;
                 let v = g * (d.div_ceil(p.v_group_len(d)) * PARAMS_BYTES + d * p.v_bits() as usize / 8);
                 (edge / g * (k + v), p.sinks().min(edge))
             }

@@ -6,7 +6,7 @@
 use super::cpu::{Dequantize, VARIANTS, Variant};
 use super::reference::{dequantize_plain, write_record_plain, write_rows_plain};
 use crate::cache::layout::{BLOCK_LEN, PlainLayout, RecordLayout};
-use crate::{LayerShape, RowFormat};
+use crate::{Fit, LayerShape, RowFormat, Scheme};
 use half::f16;
 
 /// The variants that run here.
@@ -98,8 +98,16 @@ fn records() {
             for (at, k_bits) in crate::scheme::BITS.into_iter().enumerate() {
                 // Over all shapes every pair of bits comes up; the panels of K and of V know nothing of each other.
                 let v_bits = crate::scheme::BITS[(at + head_dim / 16 + group_len / 32) % 4];
-                let layout = RecordLayout::from_parts(head_dim, group_len, k_bits, v_bits);
+                let text = format!("k{k_bits}v{v_bits}g{group_len}");
                 for (i, data) in DATA.into_iter().enumerate() {
+                    // Every fit, and for 2-bit keys every share of loud channels, meets every kind of data at some shape.
+                    let turn = i + at + head_dim / 16 + group_len / 32;
+                    let loud = if k_bits == 2 { crate::scheme::LOUD[turn / 3 % 4] } else { 0 };
+                    let scheme = match text.parse() {
+                        Ok(Scheme::Packed(scheme)) => scheme.with_loud(loud).unwrap().with_fit(Fit::ALL[turn % 3].0),
+                        other => panic!("{text}: {other:?}"),
+                    };
+                    let layout = RecordLayout::new(head_dim, &scheme);
                     let mut random = Random(0x9E37_79B9 + (head_dim * 1000 + group_len * 10 + at) as u64);
                     let n = BLOCK_LEN * head_dim;
                     let mut tensor = || -> Vec<f16> { (0..n).map(|_| number(data, &mut random)).collect() };
@@ -119,7 +127,7 @@ fn records() {
                             // What was there before must not matter.
                             let mut got = vec![0xAA; layout.record_bytes];
                             (v.write_record)(&layout, &blocks, sinks, &mut got);
-                            let case = format!("k{k_bits}v{v_bits}g{group_len}s{sinks} d{head_dim} {data:?}");
+                            let case = format!("{scheme} {sinks} sinks d{head_dim} {data:?}");
                             let first = got.iter().zip(&want).position(|(a, b)| a != b);
                             assert_eq!(first, None, "{}, {case}: first wrong byte", v.name);
                             assert!(rows_of(v.dequantize) == want_rows, "{}, {case}: dequantized", v.name);

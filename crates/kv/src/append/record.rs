@@ -37,12 +37,14 @@ pub(crate) fn write_record_from_codes(
 ) {
     let (d, g) = (layout.head_dim, layout.group_len);
     let n = k_codes.len() / d;
-    let mut codes = vec![0; g * d];
+    let mut codes = vec![0; g * layout.k_rows()];
     for channel in 0..d {
         layout.set_k_params(record, channel, k_params(channel));
         (0..n).for_each(|token| codes[channel * g + token] = k_codes[token * d + channel]);
     }
-    write_panels(layout.k_bits, layout.k_panels(), d, &codes, g, record);
+    part_planes(layout, &mut codes);
+    write_panels(layout.k_bits, layout.k_panels(), layout.k_rows(), &codes, g, record);
+    codes.truncate(g * d);
     codes.fill(0);
     codes[..n * d].copy_from_slice(v_codes);
     for token in 0..n {
@@ -51,17 +53,27 @@ pub(crate) fn write_record_from_codes(
     write_panels(layout.v_bits, layout.v_panels(), g, &codes, d, record);
 }
 
+/// Codes `[D][G]` of keys, in `[D+L][G]`, into their rows: of loud channels the upper bits stay, the lower ones go behind.
+pub(super) fn part_planes(layout: &RecordLayout, codes: &mut [u8]) {
+    let (codes, lower) = codes.split_at_mut(layout.head_dim * layout.group_len);
+    for (code, lower) in codes.iter_mut().zip(lower) {
+        (*code, *lower) = (*code >> 2, *code & 3);
+    }
+}
+
 /// A record as numbers. Out: `k_hat` f32 `[D][G]` (transposed, as f16 blocks hold keys), `v_hat` f32 `[G][D]`.
 pub(crate) fn read_record(layout: &RecordLayout, record: &[u8]) -> (Vec<f32>, Vec<f32>) {
     let (d, g) = (layout.head_dim, layout.group_len);
     let read = |bits, panels: &mut dyn Iterator<Item = Panel>, rows, stride| {
-        let mut codes = vec![0u8; g * d];
+        let mut codes = vec![0u8; rows * stride];
         for p in panels {
             unpack_panel(bits, p.lanes, rows, &record[p.bytes], &mut codes[p.first_lane..], stride);
         }
         codes
     };
-    let k_codes = read(layout.k_bits, &mut layout.k_panels(), d, g);
+    let mut k_codes = read(layout.k_bits, &mut layout.k_panels(), layout.k_rows(), g);
+    let (codes, lower) = k_codes.split_at_mut(g * d);
+    codes.iter_mut().zip(lower).for_each(|(code, lower)| *code = *code << 2 | *lower);
     let v_codes = read(layout.v_bits, &mut layout.v_panels(), g, d);
     let (scales, zeros) = layout.k_params(record);
     let k = (0..g * d).map(|i| Affine { scale: scales[i / g], zero: zeros[i / g] }.dequantize(k_codes[i])).collect();

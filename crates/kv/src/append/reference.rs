@@ -1,7 +1,7 @@
 //! The oracle of append: rows and records as the formula says, one number after another. In and out as in cpu/generic.rs.
 //! NOT here: anything fast.
 
-use super::record::{read_record, write_panels};
+use super::record::{part_planes, read_record, write_panels};
 use crate::RowFormat;
 use crate::cache::layout::{BLOCK_LEN, PlainLayout, RecordLayout};
 use crate::element::Element;
@@ -43,13 +43,15 @@ fn write_rows_of<E: Element>(
 /// See cpu/generic.rs: one group into its record.
 pub(crate) fn write_record_plain(layout: &RecordLayout, blocks: &[(&[f16], &[f16])], sinks: usize, record: &mut [u8]) {
     let (d, g) = (layout.head_dim, layout.group_len);
-    let mut codes = vec![0; g * d];
-    for (channel, codes) in codes.chunks_exact_mut(g).enumerate() {
+    let mut codes = vec![0; g * layout.k_rows()];
+    for (channel, codes) in codes[..g * d].chunks_exact_mut(g).enumerate() {
         let row = |block: &(&[f16], _)| block.0[channel * BLOCK_LEN..][..BLOCK_LEN].to_vec();
         let values: Vec<f32> = blocks.iter().flat_map(row).map(f16::to_f32).collect();
-        layout.set_k_params(record, channel, quantize(&values, sinks, layout.k_bits, codes));
+        layout.set_k_params(record, channel, quantize(&values, sinks, layout.k_bits_of(channel), layout.fit, codes));
     }
-    write_panels(layout.k_bits, layout.k_panels(), d, &codes, g, record);
+    part_planes(layout, &mut codes);
+    write_panels(layout.k_bits, layout.k_panels(), layout.k_rows(), &codes, g, record);
+    codes.truncate(g * d);
     for (token, codes) in codes.chunks_exact_mut(d).enumerate() {
         let row = &blocks[token / BLOCK_LEN].1[token % BLOCK_LEN * d..][..d];
         let values: Vec<f32> = row.iter().map(|x| x.to_f32()).collect();
@@ -59,7 +61,7 @@ pub(crate) fn write_record_plain(layout: &RecordLayout, blocks: &[(&[f16], &[f16
                 codes[channels].fill(0);
                 Affine::default()
             } else {
-                quantize(&values[channels.clone()], 0, layout.v_bits, &mut codes[channels])
+                quantize(&values[channels.clone()], 0, layout.v_bits, layout.fit, &mut codes[channels])
             };
             layout.set_v_params(record, group, token, affine);
         }

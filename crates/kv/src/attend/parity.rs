@@ -263,12 +263,31 @@ fn bits_groups_and_head_dims() {
     check(cases);
 }
 
+/// Every share of loud channels, with every group_len, head_dim and arm.
+#[test]
+fn loud_channels() {
+    let mut cases = Vec::new();
+    for loud in &crate::scheme::LOUD[1..] {
+        for group_len in crate::scheme::GROUP_LENS {
+            for head_dim in crate::shape::HEAD_DIMS {
+                let scheme = format!("k2l{loud}v2g{group_len}w21s4.mse");
+                for arm in [Arm::Fused, Arm::DequantOnce, Arm::DequantStep] {
+                    let case = Case { arm, ..Case::decode(head_dim, &scheme, 2 * group_len + 53) };
+                    cases.push(Case { q_heads: 8, ..case.clone() });
+                    cases.push(case);
+                }
+            }
+        }
+    }
+    check(cases);
+}
+
 #[test]
 fn every_gqa_ratio() {
     let mut cases = Vec::new();
     for ratio in 1..=crate::shape::MAX_GQA_RATIO {
         for (head_dim, scheme) in
-            [(64, "k4v4g64w32s4"), (80, "k3v8g32"), (128, "k2v2g128w5"), (256, "f16"), (96, "bf16")]
+            [(64, "k4v4g64w32s4"), (80, "k3v8g32"), (128, "k2v2g128w5"), (128, "k2l4v2g64"), (256, "f16"), (96, "bf16")]
         {
             let case = Case::decode(head_dim, scheme, 291);
             cases.push(Case { q_heads: 2 * ratio, kv_heads: 2, ..case });
@@ -289,6 +308,7 @@ fn lengths_around_every_edge() {
         "k2v2g32w1s16p64",
         "k3v3g64w100p128",
         "k4v2g128w31s1p512",
+        "k2l8v2g64w128s4p512.ls",
     ];
     let edges = [2usize, 16, 32, 64, 96, 101, 128, 160, 192, 256, 512, 640, 1024];
     let mut lens: Vec<_> = edges.into_iter().flat_map(|n| [n - 1, n, n + 1]).chain([37, 201, 335]).collect();

@@ -5,6 +5,7 @@
 use crate::element::Element;
 use crate::quant::affine::Affine;
 use crate::quant::pack::{PANEL_LANES, SLOT_LANES, panel_bytes};
+use crate::scheme::Fit;
 use crate::{LayerShape, PackedScheme, RowFormat};
 use half::f16;
 use std::ops::Range;
@@ -14,9 +15,10 @@ pub(crate) const BLOCK_LEN: usize = 32;
 
 /// The record of one (layer, kv head, group of tokens).
 ///
-/// Parts, contiguous, in this order (G = group_len, D = head_dim, V = number of channel groups):
+/// Parts, contiguous, in this order (G = group_len, D = head_dim, L = loud channels, V = number of channel groups):
 /// 1. K params: scale f16 `[D]`, zero f16 `[D]`
-/// 2. K codes: `G/32` panels of 32 lanes (tokens) x D rows (channels)
+/// 2. K codes: `G/32` panels of 32 lanes (tokens) x D + L rows: the channels, of a loud one the upper two bits of its code,
+///    then the lower two bits of the loud ones
 /// 3. V params: for each channel group: scale f16 `[G]`, zero f16 `[G]`
 /// 4. V codes: `D/32` panels of 32 lanes (channels) x G rows (tokens); one more of 16 lanes when D is no multiple of 32
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,6 +27,10 @@ pub(crate) struct RecordLayout {
     pub group_len: usize,
     pub k_bits: u32,
     pub v_bits: u32,
+    /// Channels, the first ones, whose key codes have 4 bits in two planes of 2.
+    pub loud: usize,
+    /// How scales and zeros are chosen.
+    pub fit: Fit,
     /// Channels of a value group (the last may be shorter).
     pub v_group_len: usize,
     k_codes: usize,
@@ -38,16 +44,34 @@ const PARAM_BYTES: usize = 2;
 
 impl RecordLayout {
     pub(crate) fn new(head_dim: usize, scheme: &PackedScheme) -> Self {
-        Self::from_parts(head_dim, scheme.group_len(), scheme.k_bits(), scheme.v_bits())
+        let loud = scheme.loud_channels(head_dim);
+        let layout = Self::of_shape(head_dim, scheme.group_len(), scheme.k_bits(), scheme.v_bits(), loud);
+        Self { fit: scheme.fit(), ..layout }
     }
 
+    /// Without loud channels.
     pub(crate) fn from_parts(head_dim: usize, group_len: usize, k_bits: u32, v_bits: u32) -> Self {
+        Self::of_shape(head_dim, group_len, k_bits, v_bits, 0)
+    }
+
+    fn of_shape(head_dim: usize, group_len: usize, k_bits: u32, v_bits: u32, loud: usize) -> Self {
         let v_group_len = group_len.min(head_dim);
         let k_codes = 2 * PARAM_BYTES * head_dim;
-        let v_params = k_codes + panel_bytes(k_bits, group_len, head_dim);
+        let v_params = k_codes + panel_bytes(k_bits, group_len, head_dim + loud);
         let v_codes = v_params + 2 * PARAM_BYTES * group_len * head_dim.div_ceil(v_group_len);
         let record_bytes = v_codes + panel_bytes(v_bits, head_dim, group_len);
-        Self { head_dim, group_len, k_bits, v_bits, v_group_len, k_codes, v_params, v_codes, record_bytes }
+        let fit = Fit::MinMax;
+        Self { head_dim, group_len, k_bits, v_bits, loud, fit, v_group_len, k_codes, v_params, v_codes, record_bytes }
+    }
+
+    /// Rows of a key panel: channels, and once more the loud ones.
+    pub(crate) fn k_rows(&self) -> usize {
+        self.head_dim + self.loud
+    }
+
+    /// Bits of the code of a key channel.
+    pub(crate) fn k_bits_of(&self, channel: usize) -> u32 {
+        if channel < self.loud { 2 * self.k_bits } else { self.k_bits }
     }
 
     /// Bytes of the block that holds one group of every kv head.
@@ -105,7 +129,7 @@ impl RecordLayout {
 
     /// Panels of the keys: lanes are tokens.
     pub(crate) fn k_panels(&self) -> impl Iterator<Item = Panel> + use<> {
-        panels(self.k_codes, self.k_bits, self.group_len, self.head_dim)
+        panels(self.k_codes, self.k_bits, self.group_len, self.k_rows())
     }
 
     /// Panels of the values: lanes are channels.
@@ -219,7 +243,7 @@ mod tests {
     #[test]
     fn record_bytes_are_the_effective_bits() {
         for d in crate::shape::HEAD_DIMS {
-            for text in ["k4v4g64", "k2v8g32", "k3v2g128", "k8v3g64"] {
+            for text in ["k4v4g64", "k2v8g32", "k3v2g128", "k8v3g64", "k2l8v2g64", "k2l4v3g32", "k2l2v2g128"] {
                 let scheme: Scheme = text.parse().unwrap();
                 let p = scheme.packed().unwrap();
                 let l = RecordLayout::new(d, p);

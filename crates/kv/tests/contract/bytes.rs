@@ -15,7 +15,9 @@ fn plain_row_bytes(shape: &LayerShape) -> usize {
 /// Bits of K and V codes and their f16 scales and zeros, for one group of tokens over all kv heads.
 fn group_bytes(shape: &LayerShape, p: &PackedScheme) -> usize {
     let (d, g) = (shape.head_dim, p.group_len());
-    let k = d * g * p.k_bits() as usize + d * 32;
+    // A loud channel has two more bits; loud channels come in eights.
+    let loud = if p.loud() > 0 { d.div_ceil(p.loud()).div_ceil(8) * 8 } else { 0 };
+    let k = (d * p.k_bits() as usize + loud * 2) * g + d * 32;
     let v = d * g * p.v_bits() as usize + g * d.div_ceil(g.min(d)) * 32;
     assert_eq!((k + v) % 8, 0);
     shape.kv_heads * (k + v) / 8
@@ -64,7 +66,7 @@ fn check(rig: &Rig, arm: Arm, schemes: &[&str], sequences: &[(usize, usize)]) {
 
 #[test]
 fn bytes_equal_the_formula_at_every_length_and_after_every_operation() {
-    let all = ["f16", "bf16", "k4v4g64w128s4p512", "k2v8g32w17s16", "k3v3g128", "k8v2g64w1p64"];
+    let all = ["f16", "bf16", "k4v4g64w128s4p512", "k2v8g32w17s16", "k3v3g128", "k8v2g64w1p64", "k2l8v3g64w9s4.mse"];
     for (head_dim, kv_heads) in [(64, 1), (80, 2), (128, 3)] {
         let shape = LayerShape::new(kv_heads, kv_heads, head_dim).unwrap();
         for arm in [Arm::Fused, Arm::DequantOnce, Arm::DequantStep, Arm::F16, Arm::Bf16] {

@@ -77,6 +77,12 @@ fn max_of_each(x: &[[__m256; 2]; LANES]) -> [__m256; 2] {
     each!(_mm256_max_ps, x)
 }
 
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn sum_of_each(x: &[[__m256; 2]; LANES]) -> [__m256; 2] {
+    each!(_mm256_add_ps, x)
+}
+
 impl Kernel for Avx2 {
     type Lanes = [__m256; 2];
     type Slot = [__m256i; 2];
@@ -132,6 +138,42 @@ impl Kernel for Avx2 {
     fn max_of_each(self, x: &[[__m256; 2]; LANES]) -> [__m256; 2] {
         // SAFETY: self proves the features.
         unsafe { max_of_each(x) }
+    }
+
+    #[inline(always)]
+    fn sum_of_each(self, x: &[[__m256; 2]; LANES]) -> [__m256; 2] {
+        // SAFETY: self proves the features.
+        unsafe { sum_of_each(x) }
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> [__m256; 2] {
+        // SAFETY: self proves the features.
+        unsafe { [_mm256_set1_ps(x); 2] }
+    }
+
+    #[inline(always)]
+    fn add(self, a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
+        // SAFETY: self proves the features.
+        unsafe { [_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])] }
+    }
+
+    #[inline(always)]
+    fn sub(self, a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
+        // SAFETY: self proves the features.
+        unsafe { [_mm256_sub_ps(a[0], b[0]), _mm256_sub_ps(a[1], b[1])] }
+    }
+
+    #[inline(always)]
+    fn mul(self, a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
+        // SAFETY: self proves the features.
+        unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
+    }
+
+    #[inline(always)]
+    fn integer(self, x: [__m256; 2]) -> [__m256; 2] {
+        // SAFETY: self proves the features.
+        unsafe { x.map(|x| _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x)) }
     }
 
     #[inline(always)]

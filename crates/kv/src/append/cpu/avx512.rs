@@ -83,6 +83,12 @@ fn max_of_each(x: &[__m512; LANES]) -> __m512 {
     each!(_mm512_max_ps, x)
 }
 
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+#[inline]
+fn sum_of_each(x: &[__m512; LANES]) -> __m512 {
+    each!(_mm512_add_ps, x)
+}
+
 impl Kernel for Avx512 {
     type Lanes = __m512;
     type Slot = __m512i;
@@ -129,6 +135,42 @@ impl Kernel for Avx512 {
     fn max_of_each(self, x: &[__m512; LANES]) -> __m512 {
         // SAFETY: self proves the features.
         unsafe { max_of_each(x) }
+    }
+
+    #[inline(always)]
+    fn sum_of_each(self, x: &[__m512; LANES]) -> __m512 {
+        // SAFETY: self proves the features.
+        unsafe { sum_of_each(x) }
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m512 {
+        // SAFETY: self proves the features.
+        unsafe { _mm512_set1_ps(x) }
+    }
+
+    #[inline(always)]
+    fn add(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: self proves the features.
+        unsafe { _mm512_add_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn sub(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: self proves the features.
+        unsafe { _mm512_sub_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn mul(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: self proves the features.
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn integer(self, x: __m512) -> __m512 {
+        // SAFETY: self proves the features.
+        unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x) }
     }
 
     #[inline(always)]

@@ -7,6 +7,7 @@
 use super::generic::{Kernel, LANES, PERIOD, SETS};
 use crate::cache::layout::{BLOCK_LEN, RecordLayout};
 use crate::quant::pack::{LINE, QUAD};
+use crate::scheme::LOUD_STEP;
 use half::f16;
 
 /// Writes a record's rows. Shapes: `blocks`: `group_len/32` pairs of K `[D][32]` and V `[32][D]`, oldest first.
@@ -43,11 +44,26 @@ fn keys<T: Kernel, const BITS: usize>(
     for ((k, _), panel) in blocks.iter_mut().zip(layout.k_panels()) {
         // Two vectors of 16 tokens for each channel.
         let rows = k.as_chunks_mut::<LANES>().0;
-        let parts = record[panel.bytes].chunks_exact(BITS * LINE).zip(rows.chunks_exact_mut(SETS * LANES));
+        let panel = &record[panel.bytes];
+        let parts = panel.chunks_exact(BITS * LINE).zip(rows.chunks_exact_mut(SETS * LANES));
         for (part, (lines, rows)) in parts.enumerate() {
             let steps = numbers(kernel, scales, part * LANES);
             let zeros = numbers(kernel, zeros, part * LANES);
-            let slots = slots::<T, BITS>(kernel, lines);
+            let mut slots = slots::<T, BITS>(kernel, lines);
+            if BITS == 2 {
+                // Of a loud channel these are the upper bits; the lower ones are lines of their own, one for 8 channels.
+                let loud = layout.loud.saturating_sub(part * LANES).min(LANES) / LOUD_STEP;
+                let from = (layout.head_dim + part * LANES) / LOUD_STEP * LINE;
+                for (slots, line) in
+                    slots.chunks_exact_mut(4).zip(panel[from.min(panel.len())..].as_chunks().0).take(loud)
+                {
+                    let line = kernel.load_line(line);
+                    for (at, slot) in slots.iter_mut().enumerate() {
+                        let lower = kernel.mask(kernel.shr(line, 2 * at as u32), 0x03);
+                        *slot = kernel.or(kernel.shl(*slot, 2), lower);
+                    }
+                }
+            }
             for i in 0..SETS * LANES {
                 let (channel, set) = (i / SETS, i % SETS);
                 let slot = slots[channel / QUAD * SETS + set];

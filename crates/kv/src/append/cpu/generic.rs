@@ -8,10 +8,12 @@
 //! Tried and lost: `y*r` alone: two operations fewer, but an exact tie falls to either side (golden cases saw it).
 //! NOT here: which tokens are packed when (cache/), bits inside a line for reading (quant/pack.rs), checks.
 
+use super::fitting::{MAX_GROUP, fit, search};
 use crate::RowFormat;
 use crate::cache::layout::{BLOCK_LEN, PlainLayout, RecordLayout};
 use crate::element::Element;
 use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES};
+use crate::scheme::{Fit, LOUD_STEP};
 use half::{bf16, f16};
 
 /// Rows of a block or record that are handled at once: the lanes of a vector, so that their scales are one vector.
@@ -42,6 +44,15 @@ pub(super) trait Kernel: Copy {
     fn min_of_each(self, x: &[Self::Lanes; LANES]) -> Self::Lanes;
     /// Lane i: the largest lane of vector i.
     fn max_of_each(self, x: &[Self::Lanes; LANES]) -> Self::Lanes;
+    /// Lane i: the sum of the lanes of vector i, added by halves: l and l+8, then l and l+4, l+2, l+1.
+    fn sum_of_each(self, x: &[Self::Lanes; LANES]) -> Self::Lanes;
+    fn splat(self, x: f32) -> Self::Lanes;
+    fn add(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
+    fn sub(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
+    /// Rounded: never fused with a sum.
+    fn mul(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
+    /// To the nearest integer, ties to even; of 0..=255.
+    fn integer(self, x: Self::Lanes) -> Self::Lanes;
     /// The larger of each dword of `peak` (below 2^31) and the bits of the number's magnitude.
     fn peak(self, peak: Self::Slot, x: &[f32; LANES]) -> Self::Slot;
     /// To E, ties to even; the numbers are finite in it.
@@ -231,7 +242,18 @@ fn keys<T: Kernel, const BITS: usize>(
                 high[i] = kernel.max(high[i], kernel.max(a, b));
             }
         }
-        let fit = fit(kernel, BITS, &low, &high);
+        let loud = layout.loud.saturating_sub(channel).min(LANES);
+        let bits: [u32; LANES] = std::array::from_fn(|i| layout.k_bits_of(channel + i));
+        let mut fit = fit(kernel, &bits, &low, &high);
+        if layout.fit != Fit::MinMax && BITS < 8 {
+            let mut values = [[kernel.splat(0.0); MAX_GROUP]; LANES];
+            for (b, block) in blocks.iter().enumerate() {
+                for (values, rows) in values.iter_mut().zip(channels(block.0, channel).as_chunks::<SETS>().0) {
+                    (0..SETS).for_each(|set| values[b * SETS + set] = kernel.load(&rows[set]));
+                }
+            }
+            search(kernel, layout.fit, &bits, &values, blocks.len() * SETS, sinks, &mut fit);
+        }
         let (scales, zeros) = layout.k_params_mut(record);
         scales[channel..channel + LANES].copy_from_slice(&fit.scale);
         zeros[channel..channel + LANES].copy_from_slice(&fit.zero);
@@ -239,15 +261,33 @@ fn keys<T: Kernel, const BITS: usize>(
         for (block, panel) in blocks.iter().zip(layout.k_panels()) {
             let rows = channels(block.0, channel);
             let mut slots = [kernel.blank(); PERIOD];
+            let mut lower = slots;
             for quad in 0..LANES / QUAD {
                 for set in 0..SETS {
                     let first = SETS * QUAD * quad + set;
                     let rows = [&rows[first], &rows[first + SETS], &rows[first + 2 * SETS], &rows[first + 3 * SETS]];
-                    slots[quad * SETS + set] = kernel.slot(rows, &fits[quad], top(BITS));
+                    let slot = &mut slots[quad * SETS + set];
+                    if BITS == 2 && quad * QUAD < loud {
+                        let codes = kernel.slot(rows, &fits[quad], top(2 * BITS));
+                        lower[quad * SETS + set] = kernel.mask(codes, 0x03);
+                        *slot = kernel.mask(kernel.shr(codes, 2), 0x03);
+                    } else {
+                        *slot = kernel.slot(rows, &fits[quad], top(BITS));
+                    }
                 }
             }
             let from = panel.bytes.start + channel / LANES * BITS * LINE;
             write_lines::<T, BITS>(kernel, &slots, &mut record[from..][..BITS * LINE]);
+            if BITS == 2 && loud > 0 {
+                // Loud channels come in eights: a line each.
+                let from = panel.bytes.start + (layout.head_dim + channel) / LOUD_STEP * LINE;
+                for (slots, line) in
+                    lower.chunks_exact(4).zip(record[from..].chunks_exact_mut(LINE)).take(loud / LOUD_STEP)
+                {
+                    let line = line.first_chunk_mut().expect("a line");
+                    kernel.store_line(two_bits(kernel, slots.first_chunk().expect("4 slots")), line);
+                }
+            }
         }
     }
 }
@@ -289,7 +329,15 @@ fn values<T: Kernel, const BITS: usize>(
                     }
                     (low[i], high[i]) = (lowest, highest);
                 }
-                let mut fit = fit(kernel, BITS, &low, &high);
+                let mut fit = fit(kernel, &[BITS as u32; LANES], &low, &high);
+                if layout.fit != Fit::MinMax && BITS < 8 {
+                    let mut values = [[kernel.splat(0.0); MAX_GROUP]; LANES];
+                    for (i, values) in values.iter_mut().enumerate() {
+                        let row = &rows[(half + i) * stride + first..][..n];
+                        values.iter_mut().zip(row).for_each(|(value, x)| *value = kernel.load(x));
+                    }
+                    search(kernel, layout.fit, &[BITS as u32; LANES], &values, n, 0, &mut fit);
+                }
                 let sinks = sinks.saturating_sub(first_token + half).min(LANES);
                 fit.scale[..sinks].fill(f16::ZERO);
                 fit.zero[..sinks].fill(f16::ZERO);
@@ -337,51 +385,10 @@ fn value_lines<T: Kernel, const BITS: usize, const S: usize>(
     }
 }
 
-/// Parameters of 16 groups, as stored and as used.
-struct Fit {
-    scale: [f16; LANES],
-    zero: [f16; LANES],
-    rows: [RowFit; LANES],
-}
-
-/// Fits 16 groups: the range of group i is that of the lanes of `low[i]` and `high[i]`.
-#[inline(always)]
-fn fit<T: Kernel>(kernel: T, bits: usize, low: &[T::Lanes; LANES], high: &[T::Lanes; LANES]) -> Fit {
-    let low = kernel.store(kernel.min_of_each(low));
-    let high = kernel.store(kernel.max_of_each(high));
-    let top = top(bits) as f64;
-    let (mut zero, mut step) = ([0.0; LANES], [0.0; LANES]);
-    for i in 0..LANES {
-        // -0 becomes 0: which of the two a minimum is would depend on the order of its comparisons.
-        zero[i] = low[i] + 0.0;
-        step[i] = round_to_odd((high[i] as f64 - low[i] as f64) / top);
-    }
-    let scale = kernel.round(&step);
-    let step = kernel.store(kernel.load(&scale));
-    let mut rows = [RowFit::default(); LANES];
-    for i in 0..LANES {
-        let inverse = if step[i] == 0.0 { 0.0 } else { 1.0 / step[i] };
-        rows[i] = RowFit { zero: zero[i], step: step[i], inverse };
-    }
-    Fit { scale, zero: kernel.round(&zero), rows }
-}
-
 /// The largest code.
 #[inline(always)]
-fn top(bits: usize) -> f32 {
+pub(super) fn top(bits: usize) -> f32 {
     ((1u32 << bits) - 1) as f32
-}
-
-/// Cuts an f64 (0, or above 1e-30) to an f32 and sets the last bit when anything was lost: rounding that to f16 is rounding
-/// once.
-#[inline(always)]
-fn round_to_odd(x: f64) -> f32 {
-    /// The bits of an f64 that an f32 does not have.
-    const LOST: u64 = (1 << 29) - 1;
-    let bits = x.to_bits();
-    // The sum carries into the bit above when any lost bit is set.
-    let sticky = ((bits & LOST) + LOST) & (LOST + 1);
-    f64::from_bits(bits & !LOST | sticky) as f32
 }
 
 /// Lines of eight consecutive slots (quant/pack.rs has the format).
@@ -392,11 +399,7 @@ fn write_lines<T: Kernel, const BITS: usize>(kernel: T, slots: &[T::Slot; PERIOD
         let slot = match BITS {
             8 => slots[i],
             4 => above(kernel, slots[2 * i], slots[2 * i + 1], 4),
-            2 => {
-                let low = above(kernel, slots[4 * i], slots[4 * i + 1], 2);
-                let high = above(kernel, slots[4 * i + 2], slots[4 * i + 3], 2);
-                above(kernel, low, high, 4)
-            }
+            2 => two_bits(kernel, slots[4 * i..].first_chunk().expect("4 slots")),
             _ => {
                 // Bits 2i and 2i+1 of every byte of the pair go on top; what a dword's shift takes from other bytes is masked.
                 let pair = above(kernel, slots[6], slots[7], 3);
@@ -406,6 +409,13 @@ fn write_lines<T: Kernel, const BITS: usize>(kernel: T, slots: &[T::Slot; PERIOD
         };
         kernel.store_line(slot, line);
     }
+}
+
+/// A line of four slots of 2 bits.
+#[inline(always)]
+fn two_bits<T: Kernel>(kernel: T, slots: &[T::Slot; 4]) -> T::Slot {
+    let low = above(kernel, slots[0], slots[1], 2);
+    above(kernel, low, above(kernel, slots[2], slots[3], 2), 4)
 }
 
 /// `high` shifted left by `n` bits, above `low`.

@@ -1,6 +1,6 @@
 //! CPU kernels of append and of its way back: the VARIANTS table, best first. A new variant is one file and one line here.
 //! Every variant writes the same bytes (parity.rs), so which one ran cannot be seen in a cache.
-//! NOT here: the algorithms (generic.rs, dequantize.rs), which tokens are packed when (cache/).
+//! NOT here: the algorithms (generic.rs, fitting.rs, dequantize.rs), which tokens are packed when (cache/).
 
 /// Gives a proof type the operation's functions, compiled for its instructions: the generic code is inlined into one
 /// function per operation that has the features.
@@ -90,6 +90,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod dequantize;
+mod fitting;
 mod generic;
 mod portable;
 

@@ -50,6 +50,41 @@ impl Kernel for Portable {
     }
 
     #[inline(always)]
+    fn sum_of_each(self, x: &[[f32; LANES]; LANES]) -> [f32; LANES] {
+        x.map(|x| {
+            let a: [f32; 8] = std::array::from_fn(|i| x[i] + x[i + 8]);
+            let b: [f32; 4] = std::array::from_fn(|i| a[i] + a[i + 4]);
+            (b[0] + b[2]) + (b[1] + b[3])
+        })
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> [f32; LANES] {
+        [x; LANES]
+    }
+
+    #[inline(always)]
+    fn add(self, a: [f32; LANES], b: [f32; LANES]) -> [f32; LANES] {
+        std::array::from_fn(|i| a[i] + b[i])
+    }
+
+    #[inline(always)]
+    fn sub(self, a: [f32; LANES], b: [f32; LANES]) -> [f32; LANES] {
+        std::array::from_fn(|i| a[i] - b[i])
+    }
+
+    #[inline(always)]
+    fn mul(self, a: [f32; LANES], b: [f32; LANES]) -> [f32; LANES] {
+        std::array::from_fn(|i| a[i] * b[i])
+    }
+
+    #[inline(always)]
+    fn integer(self, x: [f32; LANES]) -> [f32; LANES] {
+        // Adding 2^23 leaves no fraction bits.
+        x.map(|x| (x + 8_388_608.0) - 8_388_608.0)
+    }
+
+    #[inline(always)]
     fn peak(self, peak: [u32; LANES], x: &[f32; LANES]) -> [u32; LANES] {
         std::array::from_fn(|i| (x[i].to_bits() & 0x7fff_ffff).cast_signed().max(peak[i].cast_signed()).cast_unsigned())
     }

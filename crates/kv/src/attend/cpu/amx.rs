@@ -409,16 +409,16 @@ mod tests {
         let mut sums = Sums::ZERO;
         // Multipliers of a longer fold first: what they leave behind must not show.
         let mut folded = amx.vectors().folded::<H>();
-        amx.vectors().fold(&x, MAX_FOLD, &[f16::ONE; MAX_FOLD], &[2.0; H], &mut folded);
+        amx.vectors().fold(&x, MAX_FOLD, &[f16::ONE; MAX_FOLD], &[2.0; H], &mut folded, 0);
         for bits in [8, 4, 3, 2] {
-            for rows in [256, 128, 96, 80, 64, 32] {
+            for rows in [384, 256, 192, 160, 128, 96, 80, 64, 32] {
                 for lanes in [16, 32, 64, 80, 96, 128, 256] {
                     // A panel of 16 lanes has rows in multiples of 32.
                     if lanes % 32 == 16 && rows == 80 || lanes * rows > 128 * MAX_FOLD {
                         continue;
                     }
                     let scales: Vec<f16> = (0..rows).map(|i| f16::from_f32(f32::from(byte(7 * i)) / 255.0)).collect();
-                    amx.vectors().fold(&x, MAX_FOLD, &scales, &[2.0; H], &mut folded);
+                    amx.vectors().fold(&x, MAX_FOLD, &scales, &[2.0; H], &mut folded, 0);
                     let codes: Vec<u8> = (0..panel_bytes(bits, lanes, rows)).map(byte).collect();
                     let panels = Panels { bits, codes: &codes, lanes, rows, prefetch: codes.as_ptr() };
                     let mut ready = vec![0x55; lanes * rows.next_multiple_of(CHUNK) + LINE];

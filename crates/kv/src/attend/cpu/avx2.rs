@@ -84,11 +84,19 @@ impl Vectors for Avx2 {
     }
 
     #[inline(always)]
-    fn fold<const H: usize>(self, x: &[f32], stride: usize, scales: &[f16], bound: &[f32; H], folded: &mut Words<H>) {
-        assert!(scales.len() <= MAX_FOLD && scales.len().is_multiple_of(16));
+    fn fold<const H: usize>(
+        self,
+        x: &[f32],
+        stride: usize,
+        scales: &[f16],
+        bound: &[f32; H],
+        folded: &mut Words<H>,
+        at: usize,
+    ) {
+        assert!(at <= MAX_FOLD && scales.len() <= MAX_FOLD - at && (at | scales.len()).is_multiple_of(16));
         assert!(x.len() >= (H - 1) * stride + scales.len());
         // SAFETY: self proves the features; lengths were just checked.
-        unsafe { fold(x, stride, scales, bound, folded) }
+        unsafe { fold(x, stride, scales, bound, folded, at) }
     }
 
     #[inline(always)]
@@ -206,7 +214,14 @@ fn largest_lane(x: __m256) -> f32 {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn fold<const H: usize>(x: &[f32], stride: usize, scales: &[f16], bound: &[f32; H], folded: &mut Words<H>) {
+unsafe fn fold<const H: usize>(
+    x: &[f32],
+    stride: usize,
+    scales: &[f16],
+    bound: &[f32; H],
+    folded: &mut Words<H>,
+    at: usize,
+) {
     let mut factor = [_mm256_setzero_ps(); H];
     for h in 0..H {
         // A bound of (almost) nothing leaves the factor 0: such products vanish in the sum.
@@ -216,8 +231,8 @@ unsafe fn fold<const H: usize>(x: &[f32], stride: usize, scales: &[f16], bound: 
     // Words of the two quads in each 128-bit lane: 0, 2, 1, 3.
     let order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
     for i in (0..scales.len()).step_by(16) {
-        // SAFETY: the caller checked that every row of x has as many elements as scales, a multiple of 16 and at most
-        // MAX_FOLD.
+        // SAFETY: the caller checked that every row of x has as many elements as scales, a multiple of 16 as `at` is, and
+        // together at most MAX_FOLD.
         unsafe {
             let scales = [load(scales.as_ptr().add(i)), load(scales.as_ptr().add(i + 8))];
             for h in 0..H {
@@ -227,7 +242,7 @@ unsafe fn fold<const H: usize>(x: &[f32], stride: usize, scales: &[f16], bound: 
                 };
                 let words = _mm256_packs_epi32(integers(0), integers(1));
                 let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_shuffle_epi8(words, order));
-                _mm256_store_si256(folded.words[h].as_mut_ptr().add(i).cast(), words);
+                _mm256_store_si256(folded.words[h].as_mut_ptr().add(at + i).cast(), words);
             }
         }
     }

@@ -85,11 +85,19 @@ impl Vectors for Avx512Vnni {
     }
 
     #[inline(always)]
-    fn fold<const H: usize>(self, x: &[f32], stride: usize, scales: &[f16], bound: &[f32; H], folded: &mut Limbs<H>) {
-        assert!(scales.len() <= MAX_FOLD && scales.len().is_multiple_of(16));
+    fn fold<const H: usize>(
+        self,
+        x: &[f32],
+        stride: usize,
+        scales: &[f16],
+        bound: &[f32; H],
+        folded: &mut Limbs<H>,
+        at: usize,
+    ) {
+        assert!(at <= MAX_FOLD && scales.len() <= MAX_FOLD - at && (at | scales.len()).is_multiple_of(16));
         assert!(x.len() >= (H - 1) * stride + scales.len());
         // SAFETY: self proves the features; lengths were just checked.
-        unsafe { fold(x, stride, scales, bound, folded) }
+        unsafe { fold(x, stride, scales, bound, folded, at) }
     }
 
     #[inline(always)]
@@ -193,7 +201,14 @@ unsafe fn load<E: Element>(p: *const E) -> __m512 {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn fold<const H: usize>(x: &[f32], stride: usize, scales: &[f16], bound: &[f32; H], folded: &mut Limbs<H>) {
+unsafe fn fold<const H: usize>(
+    x: &[f32],
+    stride: usize,
+    scales: &[f16],
+    bound: &[f32; H],
+    folded: &mut Limbs<H>,
+    at: usize,
+) {
     let n = scales.len();
     let mut factor = [_mm512_setzero_ps(); H];
     for h in 0..H {
@@ -208,7 +223,7 @@ unsafe fn fold<const H: usize>(x: &[f32], stride: usize, scales: &[f16], bound: 
     let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     let round = _mm512_set1_epi16(64);
     let whole = n / 64 * 64;
-    // SAFETY: the caller checked that every row of x has n elements; n is a multiple of 16 and at most MAX_FOLD.
+    // SAFETY: the caller checked that every row of x has n elements; at and n are multiples of 16, together at most MAX_FOLD.
     unsafe {
         for i in (0..whole).step_by(64) {
             let scales = [load(scale(i)), load(scale(i + 16)), load(scale(i + 32)), load(scale(i + 48))];
@@ -225,13 +240,13 @@ unsafe fn fold<const H: usize>(x: &[f32], stride: usize, scales: &[f16], bound: 
                 let low_b = _mm512_sub_epi16(b, _mm512_slli_epi16::<7>(high_b));
                 let high = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(high_a, high_b));
                 let low = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low_a, low_b));
-                _mm512_storeu_si512(folded.limbs[0][h].as_mut_ptr().add(i).cast(), high);
-                _mm512_storeu_si512(folded.limbs[1][h].as_mut_ptr().add(i).cast(), low);
+                _mm512_storeu_si512(folded.limbs[0][h].as_mut_ptr().add(at + i).cast(), high);
+                _mm512_storeu_si512(folded.limbs[1][h].as_mut_ptr().add(at + i).cast(), low);
             }
         }
-        if whole < n {
+        if !(at + n).is_multiple_of(64) {
             for row in folded.limbs.iter_mut().flatten() {
-                row[whole..][..64].fill(0);
+                row[at + whole..(at + n).next_multiple_of(64)].fill(0);
             }
         }
         for i in (whole..n).step_by(16) {
@@ -241,8 +256,8 @@ unsafe fn fold<const H: usize>(x: &[f32], stride: usize, scales: &[f16], bound: 
                 let y = _mm512_cvtps_epi32(y);
                 let high = _mm512_srai_epi32::<7>(_mm512_add_epi32(y, _mm512_set1_epi32(64)));
                 let low = _mm512_sub_epi32(y, _mm512_slli_epi32::<7>(high));
-                _mm_storeu_si128(folded.limbs[0][h].as_mut_ptr().add(i).cast(), _mm512_cvtepi32_epi8(high));
-                _mm_storeu_si128(folded.limbs[1][h].as_mut_ptr().add(i).cast(), _mm512_cvtepi32_epi8(low));
+                _mm_storeu_si128(folded.limbs[0][h].as_mut_ptr().add(at + i).cast(), _mm512_cvtepi32_epi8(high));
+                _mm_storeu_si128(folded.limbs[1][h].as_mut_ptr().add(at + i).cast(), _mm512_cvtepi32_epi8(low));
             }
         }
     }

@@ -107,11 +107,13 @@ pub(crate) struct Scratch {
     work: Work,
 }
 
-/// What [`Kernel::prepare`] and [`Kernel::panels`] write.
+/// What [`Kernel::prepare`] and [`Kernel::panels`] read and write.
 struct Work {
     /// Two half records: one is prepared while the other is used.
     ready: [Ready; 2],
     sums: Sums,
+    /// Query vectors as the rows of a key panel with loud channels want them.
+    planes: [[f32; MAX_FOLD]; MAX_VECTORS],
 }
 
 impl Scratch {
@@ -119,7 +121,7 @@ impl Scratch {
         Box::new(Self {
             scores: [[0.0; RANGE_LEN]; MAX_VECTORS],
             out: [[0.0; MAX_FOLD]; MAX_VECTORS],
-            work: Work { ready: [Ready::EMPTY; 2], sums: Sums::ZERO },
+            work: Work { ready: [Ready::EMPTY; 2], sums: Sums::ZERO, planes: [[0.0; MAX_FOLD]; MAX_VECTORS] },
         })
     }
 }
@@ -291,14 +293,28 @@ impl<'a> Keys<'a> {
         folded: &mut [<K::Vectors as Vectors>::Folded<H>; 2],
         work: &mut Work,
     ) {
-        let Work { ready, sums } = work;
+        let Work { ready, sums, planes } = work;
         let d = self.task.head_dim;
         let vectors = kernel.vectors();
         if let Some(layout) = self.task.records.filter(|_| self.groups > 0) {
             // One bound per range costs a look at every scale, but no look at the products of every group and vector.
             let mut top = [0.0; MAX_FOLD];
             self.records().iter().for_each(|record| vectors.raise(&mut top[..d], layout.k_params(record).0));
-            let bound = vectors.bound::<H>(q, d, &top[..d]);
+            let loud = layout.loud;
+            // The upper plane of a loud channel counts four times its lower one, which is then the smaller of the two.
+            let lower = loud.next_multiple_of(SLOT_LANES);
+            let (upper, stride): (&[f32], usize) = if loud == 0 {
+                (q, d)
+            } else {
+                for (planes, q) in planes[..H].iter_mut().zip(q.chunks_exact(d)) {
+                    planes[..d].copy_from_slice(q);
+                    planes[..loud].iter_mut().for_each(|x| *x *= 4.0);
+                    planes[d..d + loud].copy_from_slice(&q[..loud]);
+                    planes[d + loud..d + lower].fill(0.0);
+                }
+                (planes.as_flattened(), MAX_FOLD)
+            };
+            let bound = vectors.bound::<H>(upper, stride, &top[..d]);
             let codes = |i: usize| {
                 // While these keys are read, the next ones are fetched, and after the last keys the first values.
                 let next = match self.records().get(i + 1) {
@@ -307,13 +323,17 @@ impl<'a> Keys<'a> {
                 };
                 let at = layout.k_codes();
                 let prefetch = Ahead::of(vectors, next, layout.k_bytes().start).at(at.start);
-                Panels { bits: layout.k_bits, codes: &self.records[i][at], lanes: layout.group_len, rows: d, prefetch }
+                let (bits, codes, rows) = (layout.k_bits, &self.records[i][at], layout.k_rows());
+                Panels { bits, codes, lanes: layout.group_len, rows, prefetch }
             };
             let mut panels = codes(0);
             kernel.prepare::<H>(panels, &mut ready[0].0);
             for (i, record) in self.records().iter().enumerate() {
                 let (scales, zeros) = layout.k_params(record);
-                vectors.fold::<H>(q, d, scales, &bound, &mut folded[0]);
+                vectors.fold::<H>(upper, stride, scales, &bound, &mut folded[0], 0);
+                if loud > 0 {
+                    vectors.fold::<H>(&upper[d..], stride, &scales[..lower], &bound, &mut folded[0], d);
+                }
                 let mut zero = [Lanes::ZERO; H];
                 vectors.dot(q, d, zeros, &mut zero);
                 let at = i * layout.group_len;
@@ -353,7 +373,7 @@ impl<'a> Keys<'a> {
         folded: &mut [<K::Vectors as Vectors>::Folded<H>; 2],
         work: &mut Work,
     ) {
-        let Work { ready, sums } = work;
+        let Work { ready, sums, .. } = work;
         let vectors = kernel.vectors();
         if let Some(layout) = self.task.records.filter(|_| self.groups > 0) {
             // At most head_dim / 32 channel groups.
@@ -388,7 +408,7 @@ impl<'a> Keys<'a> {
                     for (group, folded) in pair.clone().zip(folded.iter_mut()) {
                         let (scales, zeros) = layout.v_params(record, group);
                         let top = vectors.largest(scales);
-                        vectors.fold::<H>(p, RANGE_LEN, scales, &tops.map(|tops| tops[i] * top), folded);
+                        vectors.fold::<H>(p, RANGE_LEN, scales, &tops.map(|tops| tops[i] * top), folded, 0);
                         vectors.dot(p, RANGE_LEN, zeros, &mut zero_sums[group]);
                     }
                     if pair.start == 0 && i + 1 < self.groups {

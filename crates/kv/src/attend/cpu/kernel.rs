@@ -7,8 +7,9 @@ use half::f16;
 
 /// Most query vectors that share one pass over the codes, of all kernels.
 pub(crate) const MAX_VECTORS: usize = 8;
-/// Longest fold: channels of a head, or tokens of a group.
-pub(crate) const MAX_FOLD: usize = 256;
+/// Most rows of a panel: channels of a head and once more its loud ones (at most half), or tokens of a group. A multiple of 64,
+/// as whole tiles of multipliers are read.
+pub(crate) const MAX_FOLD: usize = 384;
 
 /// 16 partial sums: adding them up waits until the total is needed.
 #[derive(Clone, Copy)]
@@ -110,8 +111,9 @@ pub(crate) trait Vectors: Copy {
     /// Multipliers made by [`Vectors::fold`].
     type Folded<const H: usize>;
     fn folded<const H: usize>(self) -> Self::Folded<H>;
-    /// Folds `x[h][i] * scales[i]` for the panels that follow; multipliers of rows behind them are 0 up to a multiple of 64.
-    /// `scales.len()` is a multiple of 16, at most [`MAX_FOLD`].
+    /// Folds `x[h][i] * scales[i]` for rows `at..` of the panels that follow; multipliers of rows behind them are 0 up to a
+    /// multiple of 64. `at` and `scales.len()` are multiples of 16, together at most [`MAX_FOLD`]. Folds of the same panels
+    /// come in the order of their rows and with the same bounds.
     /// `bound[h]` is at least every magnitude in row h: what integer multipliers are scaled by.
     fn fold<const H: usize>(
         self,
@@ -120,6 +122,7 @@ pub(crate) trait Vectors: Copy {
         scales: &[f16],
         bound: &[f32; H],
         folded: &mut Self::Folded<H>,
+        at: usize,
     );
     /// Largest of `y`; its length is a multiple of 32. Kernels that fold without bounds may say 0.
     fn largest(self, y: &[f16]) -> f32;

@@ -50,13 +50,14 @@ impl Vectors for Portable {
         scales: &[f16],
         _bound: &[f32; H],
         folded: &mut Self::Folded<H>,
+        at: usize,
     ) {
         let n = scales.len();
         let mut s = [0.0; MAX_FOLD];
         scales.convert_to_f32_slice(&mut s[..n]);
         for (h, folded) in folded.iter_mut().enumerate() {
             let x = &x[h * stride..][..n];
-            (0..n).for_each(|i| folded[i] = x[i] * s[i]);
+            (0..n).for_each(|i| folded[at + i] = x[i] * s[i]);
         }
     }
 

@@ -32,7 +32,7 @@ fn packed(text: &str) -> PackedScheme {
 #[test]
 fn offsets_of_the_parts() {
     let rows = table("scheme", 7);
-    assert_eq!(rows.len(), 5);
+    assert_eq!(rows.len(), 6);
     for row in rows {
         let l = RecordLayout::new(number(&row[1]), &packed(&row[0]));
         let address = |bytes: &[f16], record: &[u8]| bytes.as_ptr() as usize - record.as_ptr() as usize;
@@ -52,13 +52,13 @@ fn offsets_of_the_parts() {
 #[test]
 fn bits_of_single_codes() {
     let rows = table("scheme", 5);
-    assert_eq!(rows.len(), 10);
+    assert_eq!(rows.len(), 11);
     for row in rows {
         let (scheme, head_dim) = row[0].split_once(", head_dim ").unwrap_or((&row[0], "64"));
         let (scheme, d) = (packed(scheme), number(head_dim));
         let l = RecordLayout::new(d, &scheme);
         let (token, channel, key) = (number(&row[2]), number(&row[3]), row[1] == "K");
-        let bits = if key { scheme.k_bits() } else { scheme.v_bits() };
+        let bits = if key { l.k_bits_of(channel) } else { scheme.v_bits() };
         let places: Vec<_> = row[4].split(' ').map(|p| p.split_once('.').expect("byte.bit")).collect();
         assert_eq!(places.len(), bits as usize, "{row:?}");
         for (bit, (byte, bit_in_byte)) in places.into_iter().enumerate() {
