@@ -151,6 +151,7 @@ impl From<kvant_engine::Error> for Failure {
             E::SchemeFile { .. } => {
                 "a scheme file is TOML: default = \"k4v4g64w128s4p512\", then [layers] with entries such as \"0-3\" = \"k8v8g64\""
             }
+            E::Loud { .. } => "`kvant tune` measures which channels are loud and writes a scheme file for --kv",
             E::NanLogit { .. } => "the model's weights are damaged or of a kind that this engine misreads",
             // What is left is about the model file: its architecture, metadata, tensors, tokenizer.
             _ => "give --model another .gguf file; `kvant pull` fetches one that is known to work",
@@ -161,7 +162,7 @@ impl From<kvant_engine::Error> for Failure {
 
 /// What a scheme looks like, for every message about one.
 pub const SCHEME_HINT: &str = "a scheme is f16, bf16 or like k4v4g64w128s4p512: key bits, value bits (2, 3, 4, 8), \
-     group_len (32, 64, 128), then optionally window_len, sinks, page_len";
+     group_len (32, 64, 128), then optionally window_len, sinks, page_len, then .mse or .ls, .rotk, .rotv";
 
 #[cfg(test)]
 mod tests {

@@ -5,7 +5,7 @@
 use crate::chat::{ChatTemplate, Message};
 use crate::forced::Tape;
 use crate::gguf::Gguf;
-use crate::model::{Config, Model, Products, Step};
+use crate::model::{Basis, Config, Model, Products, Step};
 use crate::request::{Event, Outcome, Request};
 use crate::scheduler::{self, Plan};
 use crate::schemes::Schemes;
@@ -104,6 +104,7 @@ pub struct Engine {
     loaded: Arc<LoadedModel>,
     pool: Pool,
     layers: Vec<LayerConfig>,
+    bases: Vec<Basis>,
     arm: Arm,
     cache: Cache,
     attention: Attention,
@@ -158,6 +159,13 @@ impl Engine {
             let (expected, got) = (config.layers, schemes.layers().len());
             return Err(kvant_kv::Error::Shape { what: "schemes, one per layer", expected, got }.into());
         }
+        // The arms of plain caches store no scheme, so there is nothing to turn for.
+        let bases = if matches!(options.arm, Arm::F16 | Arm::Bf16) {
+            vec![Basis::default(); config.layers]
+        } else {
+            schemes.check_loud(&config.shape)?;
+            schemes.complete_bases(&config.shape)
+        };
         let layers: Vec<LayerConfig> =
             schemes.layers().iter().map(|&scheme| LayerConfig { shape: config.shape, scheme }).collect();
         let cache = Cache::new(&layers, options.arm)?;
@@ -166,6 +174,7 @@ impl Engine {
             loaded,
             pool,
             layers,
+            bases,
             arm: options.arm,
             cache,
             attention,
@@ -209,7 +218,8 @@ impl Engine {
     /// None in practice; those of the cache.
     pub fn schemes(&self) -> Result<Schemes, Error> {
         let of = |layer| self.cache.layer_config(layer).map(|c| c.scheme);
-        Ok(Schemes::of_layers((0..self.cache.layers()).map(of).collect::<Result<_, _>>()?))
+        let schemes = (0..self.cache.layers()).map(of).collect::<Result<Vec<_>, _>>()?;
+        Ok(Schemes::of_parts(schemes.into_iter().zip(self.bases.iter().cloned()).collect()))
     }
 
     /// What the cache holds.
@@ -356,7 +366,7 @@ impl Engine {
         positions: &[usize],
         wanted: &[usize],
     ) -> Result<&[f32], Error> {
-        let step = Step { batch, tokens, positions, wanted };
+        let step = Step { batch, tokens, positions, wanted, bases: &self.bases };
         let Self { loaded, pool, cache, attention, tape, logits, .. } = self;
         pool.run(|| loaded.model.forward(&step, cache, attention, tape.as_mut(), logits))?;
         Ok(&self.logits)

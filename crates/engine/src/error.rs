@@ -98,6 +98,16 @@ pub enum Error {
         /// What failed.
         why: String,
     },
+    /// A scheme with loud channels and no (or no fitting) word on which they are.
+    #[error("layer {layer} has scheme {scheme}: {why}")]
+    Loud {
+        /// The first such layer.
+        layer: usize,
+        /// Its scheme.
+        scheme: String,
+        /// What is missing or does not fit.
+        why: String,
+    },
     /// A prompt without tokens.
     #[error("prompt {request} is empty: at least one token is needed")]
     EmptyPrompt {

@@ -9,28 +9,48 @@
 //! default = "k4v4g64w128s4p512"
 //! [layers]
 //! 0 = "k8v8g64w128s4p512"
+//! 1 = "k2l8v3g64w128s4p512.mse.rotv"
 //! "28-29" = "f16"
+//! [loud]
+//! 1 = [[3, 8, 9, 20, 21, 40, 52, 63], [0, 1, 2, 3, 30, 31, 62, 63]]
 //! ```
+//!
+//! Behind a packed scheme's own text `.rotk` rotates keys and queries, `.rotv` values (model/basis.rs). `[loud]` names, for a
+//! layer of a scheme with loud channels, which these are: one list per kv head. `kvant tune` writes such files.
 
 use crate::Error;
-use kvant_kv::Scheme;
+use crate::model::{Basis, order_with_first};
+use kvant_kv::{LayerShape, Scheme};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 use toml::Spanned;
 
-/// One scheme per layer. Printed as the scheme when all layers share one, else as runs of layers, both ends included:
-/// `0:k8v8g64,1-29:k4v4g64w128`.
+/// One scheme and basis per layer. Printed as the scheme when all layers share one, else as runs of layers, both ends
+/// included: `0:k8v8g64,1-29:k4v4g64w128`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Schemes {
     layers: Vec<Scheme>,
+    bases: Vec<Basis>,
 }
 
 impl Schemes {
     /// The same scheme for every layer.
     pub fn uniform(scheme: Scheme, layers: usize) -> Self {
-        Self { layers: vec![scheme; layers] }
+        Self::of_layers(vec![scheme; layers])
+    }
+
+    /// These schemes, the first layer's first, each in the model's own basis.
+    pub fn of_layers(layers: Vec<Scheme>) -> Self {
+        let bases = vec![Basis::default(); layers.len()];
+        Self { layers, bases }
+    }
+
+    /// These schemes and bases, the first layer's first.
+    pub fn of_parts(parts: Vec<(Scheme, Basis)>) -> Self {
+        let (layers, bases) = parts.into_iter().unzip();
+        Self { layers, bases }
     }
 
     /// One per layer.
@@ -38,22 +58,96 @@ impl Schemes {
         &self.layers
     }
 
-    /// These schemes, the first layer's first.
-    pub fn of_layers(layers: Vec<Scheme>) -> Self {
-        Self { layers }
+    /// One per layer: what its keys and values are turned into before they are stored.
+    pub fn bases(&self) -> &[Basis] {
+        &self.bases
     }
+
+    /// A layer as a scheme's text, with its rotations.
+    pub fn text(&self, layer: usize) -> String {
+        text_of(&self.layers[layer], &self.bases[layer])
+    }
+
+    /// Whether loud channels are named where there are any, as many as each scheme has, for layers of this shape.
+    ///
+    /// # Errors
+    /// [`Error::Loud`] names the first layer where they are not.
+    pub fn check_loud(&self, shape: &LayerShape) -> Result<(), Error> {
+        for (layer, (scheme, basis)) in self.layers.iter().zip(&self.bases).enumerate() {
+            let no = |why: String| Err(Error::Loud { layer, scheme: self.text(layer), why });
+            let expected = scheme.packed().map_or(0, |p| p.loud_channels(shape.head_dim));
+            match &basis.key_order {
+                None if expected > 0 => {
+                    return no(format!("nothing says which {expected} channels of each head are loud"));
+                }
+                Some(orders) if orders.len() != shape.kv_heads => {
+                    return no(format!("there are {} lists of channels for {} kv heads", orders.len(), shape.kv_heads));
+                }
+                Some(orders) => {
+                    if let Some(order) = orders.iter().find(|order| order.len() != expected) {
+                        return no(format!("{} channels are listed, the scheme has {expected}", order.len()));
+                    }
+                    if let Some(channel) = orders.iter().flatten().find(|&&c| usize::from(c) >= shape.head_dim) {
+                        return no(format!("there is no channel {channel} of {}", shape.head_dim));
+                    }
+                }
+                None => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// The bases for layers of this shape: lists of loud channels completed to orders of all channels. Checked before.
+    pub(crate) fn complete_bases(&self, shape: &LayerShape) -> Vec<Basis> {
+        let complete = |basis: &Basis| {
+            let orders = basis.key_order.as_ref().map(|orders| {
+                orders.iter().map(|first| order_with_first(first, shape.head_dim)).collect::<Vec<_>>().into()
+            });
+            Basis { key_order: orders, ..*basis }
+        };
+        self.bases.iter().map(complete).collect()
+    }
+}
+
+/// A scheme's text with its rotations.
+fn text_of(scheme: &Scheme, basis: &Basis) -> String {
+    let rotations = [(basis.rotate_k, ROTATE_K), (basis.rotate_v, ROTATE_V)];
+    let named = rotations.into_iter().filter(|(on, _)| *on).map(|(_, name)| name);
+    std::iter::once(scheme.to_string()).chain(named.map(str::to_string)).collect()
+}
+
+/// What follows a scheme's text when keys and queries are rotated.
+const ROTATE_K: &str = ".rotk";
+/// What follows it when values are.
+const ROTATE_V: &str = ".rotv";
+
+/// A scheme and its rotations from text such as `k4v4g64w128s4.mse.rotk.rotv`.
+///
+/// # Errors
+/// [`kvant_kv::SchemeError`].
+pub fn parse_layer(text: &str) -> Result<(Scheme, Basis), kvant_kv::SchemeError> {
+    let (rest, rotate_v) = text.strip_suffix(ROTATE_V).map_or((text, false), |rest| (rest, true));
+    let (rest, rotate_k) = rest.strip_suffix(ROTATE_K).map_or((rest, false), |rest| (rest, true));
+    let named = |e: kvant_kv::SchemeError| kvant_kv::SchemeError { text: text.to_string(), ..e };
+    let scheme: Scheme = rest.parse().map_err(named)?;
+    if scheme.packed().is_none() && (rotate_k || rotate_v) {
+        let why = format!("{scheme} packs nothing, so there is nothing to rotate it for");
+        return Err(kvant_kv::SchemeError { text: text.to_string(), why });
+    }
+    Ok((scheme, Basis { rotate_k, rotate_v, key_order: None }))
 }
 
 impl fmt::Display for Schemes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let texts: Vec<String> = (0..self.layers.len()).map(|layer| self.text(layer)).collect();
         let mut first = 0;
-        for run in self.layers.chunk_by(|a, b| a == b) {
+        for run in texts.chunk_by(|a, b| a == b) {
             let last = first + run.len() - 1;
             if first > 0 {
                 f.write_str(",")?;
             }
-            match run[0] {
-                scheme if run.len() == self.layers.len() => write!(f, "{scheme}")?,
+            match &run[0] {
+                scheme if run.len() == texts.len() => write!(f, "{scheme}")?,
                 scheme if first == last => write!(f, "{first}:{scheme}")?,
                 scheme => write!(f, "{first}-{last}:{scheme}")?,
             }
@@ -69,33 +163,35 @@ struct File {
     default: Option<Spanned<String>>,
     #[serde(default)]
     layers: BTreeMap<String, Spanned<String>>,
+    #[serde(default)]
+    loud: BTreeMap<String, Spanned<Vec<Vec<u16>>>>,
 }
 
-/// Reads a scheme (`k4v4g64w128s4p512`, `f16`, `bf16`) or, when the text ends in `.toml`, a scheme file.
+/// Reads a scheme (`k4v4g64w128s4p512`, `k4v4g64.mse.rotv`, `f16`, `bf16`) or, when the text ends in `.toml`, a scheme file.
 ///
 /// # Errors
 /// [`Error::Kv`] for an unknown scheme in place of a file, [`Error::Read`] and [`Error::SchemeFile`] for a file.
 pub fn load_schemes(text_or_path: &str, layers: usize) -> Result<Schemes, Error> {
     let path = Path::new(text_or_path);
     if path.extension().is_none_or(|e| e != "toml") {
-        let scheme: Scheme = text_or_path.parse().map_err(kvant_kv::Error::from)?;
-        return Ok(Schemes::uniform(scheme, layers));
+        let layer = parse_layer(text_or_path).map_err(kvant_kv::Error::from)?;
+        return Ok(Schemes::of_parts(vec![layer; layers]));
     }
     let text = std::fs::read_to_string(path).map_err(|e| Error::Read { path: path.into(), why: e.to_string() })?;
     let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
-    parse_file(text, layers).map(Schemes::of_layers).map_err(|why| Error::SchemeFile { path: path.into(), why })
+    parse_file(text, layers).map(Schemes::of_parts).map_err(|why| Error::SchemeFile { path: path.into(), why })
 }
 
-/// One scheme per layer from the text of a scheme file; Err says what is wrong and in which line.
-fn parse_file(text: &str, layers: usize) -> Result<Vec<Scheme>, String> {
+/// One scheme and basis per layer from the text of a scheme file; Err says what is wrong and in which line.
+fn parse_file(text: &str, layers: usize) -> Result<Vec<(Scheme, Basis)>, String> {
     let line = |at: usize| text.as_bytes()[..at.min(text.len())].iter().filter(|&&b| b == b'\n').count() + 1;
     let at_line = |at: usize, why: &dyn fmt::Display| format!("line {}: {why}", line(at));
     let file: File = toml::from_str(text).map_err(|e| match e.span() {
         Some(span) => at_line(span.start, &e.message()),
         None => e.message().to_owned(),
     })?;
-    let parse = |text: &Spanned<String>| text.get_ref().parse::<Scheme>().map_err(|e| at_line(text.span().start, &e));
-    let mut schemes: Vec<Option<Scheme>> = vec![None; layers];
+    let parse = |text: &Spanned<String>| parse_layer(text.get_ref()).map_err(|e| at_line(text.span().start, &e));
+    let mut schemes: Vec<Option<(Scheme, Basis)>> = vec![None; layers];
     for (name, text) in &file.layers {
         let scheme = parse(text)?;
         let no = |why: String| at_line(text.span().start, &why);
@@ -110,17 +206,37 @@ fn parse_file(text: &str, layers: usize) -> Result<Vec<Scheme>, String> {
             return Err(no(format!("layer {last} does not exist: the model has {layers} layers, from 0")));
         }
         for (layer, slot) in schemes.iter_mut().enumerate().take(last + 1).skip(first) {
-            if slot.replace(scheme).is_some() {
+            if slot.replace(scheme.clone()).is_some() {
                 return Err(no(format!("layer {layer} is named twice")));
             }
         }
     }
     let default = file.default.as_ref().map(parse).transpose()?;
-    schemes
+    let mut schemes = schemes
         .into_iter()
         .enumerate()
-        .map(|(layer, s)| s.or(default).ok_or_else(|| format!("layer {layer} has no scheme and there is no default")))
-        .collect()
+        .map(|(layer, s)| {
+            s.or(default.clone()).ok_or_else(|| format!("layer {layer} has no scheme and there is no default"))
+        })
+        .collect::<Result<Vec<_>, _>>()?;
+    for (name, lists) in file.loud {
+        let no = |why: String| at_line(lists.span().start, &why);
+        let layer = name.trim().parse::<usize>().map_err(|_| no(format!("`{name}` is no layer")))?;
+        let Some((scheme, basis)) = schemes.get_mut(layer) else {
+            return Err(no(format!("layer {layer} does not exist: the model has {layers} layers, from 0")));
+        };
+        if scheme.packed().is_none_or(|p| p.loud() == 0) {
+            return Err(no(format!("layer {layer} has scheme {scheme}, which has no loud channels")));
+        }
+        for list in lists.get_ref() {
+            let mut seen = std::collections::BTreeSet::new();
+            if let Some(twice) = list.iter().find(|&&channel| !seen.insert(channel)) {
+                return Err(no(format!("channel {twice} of layer {layer} is listed twice")));
+            }
+        }
+        basis.key_order = Some(lists.into_inner().into());
+    }
+    Ok(schemes)
 }
 
 #[cfg(test)]
@@ -130,13 +246,13 @@ mod tests {
     #[test]
     fn files_name_layers_and_ranges() {
         let text = "default = \"k4v4g64\"\n[layers]\n0 = \"f16\"\n\"2-3\" = \"k8v8g64\"\n";
-        let texts: Vec<String> = parse_file(text, 5).unwrap().iter().map(|s| s.to_string()).collect();
+        let texts: Vec<String> = parse_file(text, 5).unwrap().iter().map(|(s, _)| s.to_string()).collect();
         assert_eq!(texts, ["f16", "k4v4g64", "k8v8g64", "k8v8g64", "k4v4g64"]);
     }
 
     #[test]
     fn schemes_print_as_one_or_as_runs_of_layers() {
-        let text = |file: &str| Schemes::of_layers(parse_file(file, 5).unwrap()).to_string();
+        let text = |file: &str| Schemes::of_parts(parse_file(file, 5).unwrap()).to_string();
         assert_eq!(text("default = \"k4v4g64w0\"\n[layers]\n2 = \"k4v4g64s0\""), "k4v4g64");
         let file = "default = \"k4v4g64\"\n[layers]\n0 = \"k8v8g64w128\"\n3 = \"f16\"\n4 = \"bf16\"";
         assert_eq!(text(file), "0:k8v8g64w128,1-2:k4v4g64,3:f16,4:bf16");
@@ -155,6 +271,11 @@ mod tests {
             ("defualt = \"f16\"", "line 1: unknown field", "`defualt`"),
             ("default = 7", "line 1: invalid type", ""),
             ("# schemes\ndefault = ", "line 2: ", ""),
+            ("default = \"f16.rotv\"", "line 1: unknown scheme `f16.rotv`", "nothing to rotate"),
+            ("default = \"k4v4g64.rotv.rotk\"", "line 1: unknown scheme `k4v4g64.rotv.rotk`", "`.rotv`"),
+            ("default = \"k4v4g64\"\n[loud]\n0 = [[1]]", "line 3: layer 0 has scheme k4v4g64, which has no", ""),
+            ("default = \"k2l8v2g64\"\n[loud]\n2 = [[1]]", "line 3: layer 2 does not exist", ""),
+            ("default = \"k2l8v2g64\"\n[loud]\n1 = [[1, 2, 1]]", "line 3: channel 1 of layer 1 is listed twice", ""),
         ] {
             let e = parse_file(text, 2).unwrap_err();
             assert!(e.starts_with(start) && e.contains(part), "{text:?}: {e}");
@@ -162,8 +283,32 @@ mod tests {
     }
 
     #[test]
+    fn loud_channels_are_as_many_as_the_scheme_has() {
+        let shape = LayerShape::new(4, 2, 64).unwrap();
+        let check = |text: &str| Schemes::of_parts(parse_file(text, 2).unwrap()).check_loud(&shape);
+        let of = |lists: &str| format!("default = \"k2l8v2g64.rotv\"\n[loud]\n0 = {lists}\n1 = {lists}\n");
+        let eight = "[0, 9, 2, 3, 4, 5, 6, 63]";
+        let file = of(&format!("[{eight}, {eight}]"));
+        check(&file).unwrap();
+        let schemes = Schemes::of_parts(parse_file(&file, 2).unwrap());
+        let order = schemes.complete_bases(&shape)[1].key_order.clone().unwrap();
+        assert_eq!((&order[1][..9], order[1].len()), (&[0, 2, 3, 4, 5, 6, 9, 63, 1][..], 64));
+        assert_eq!(schemes.to_string(), "k2l8v2g64.rotv");
+        for (file, part) in [
+            ("default = \"k2l8v2g64.rotv\"".to_string(), "nothing says which 8 channels"),
+            (of(&format!("[{eight}]")), "1 lists of channels for 2 kv heads"),
+            (of("[[0, 1], [2, 3]]"), "2 channels are listed, the scheme has 8"),
+            (of(&format!("[{eight}, [0, 1, 2, 3, 4, 5, 6, 64]]")), "no channel 64 of 64"),
+        ] {
+            let e = check(&file).unwrap_err().to_string();
+            assert!(e.contains(part) && e.contains("layer 0") && e.contains("k2l8v2g64.rotv"), "{e}");
+        }
+    }
+
+    #[test]
     fn a_text_is_a_scheme_and_a_toml_name_a_file() {
         assert_eq!(load_schemes("k4v4g64w0", 3).unwrap().to_string(), "k4v4g64");
+        assert_eq!(load_schemes("k4v4g64.ls.rotk.rotv", 3).unwrap().to_string(), "k4v4g64.ls.rotk.rotv");
         assert!(matches!(load_schemes("k9v4g64", 3), Err(Error::Kv(_))));
         assert!(matches!(load_schemes("/nowhere/schemes.toml", 3), Err(Error::Read { .. })));
         let file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();

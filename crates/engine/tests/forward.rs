@@ -74,6 +74,39 @@ fn logits_equal_a_plain_f64_forward_pass() {
     }
 }
 
+/// Rotations and orders of channels leave attention's products as they are: with 8 bits, next to nothing is left of them; and
+/// with 2-bit keys it matters which channels are loud.
+#[test]
+fn bases_change_what_is_stored_and_not_what_is_said() {
+    let tiny = Tiny::default();
+    let loaded = load(&tiny.parts(), Products::Exact);
+    let text = tokens(400, 9);
+    let plain = logits(&mut engine(&loaded, "f16", Arm::F16, 2), &text, 0, Feed::Prefill);
+    let off = |kv: &str| {
+        let got = logits(&mut engine(&loaded, kv, Arm::Fused, 2), &text, 0, Feed::Prefill);
+        let pairs = got.iter().zip(&plain);
+        pairs
+            .map(|(got, want)| relative_error(got, &want.iter().map(|&x| x.into()).collect::<Vec<f64>>()))
+            .fold(0.0, f64::max)
+    };
+    let straight = off("k8v8g64w32s4");
+    for kv in ["k8v8g64w32s4.rotk", "k8v8g64w32s4.rotv", "k8v8g64w32s4.mse.rotk.rotv"] {
+        let turned = off(kv);
+        assert!(turned > 0.0 && turned < 2.0 * straight, "{kv}: {turned}, {straight} without");
+    }
+    let file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
+    let list = |from: usize| format!("{:?}", (from..from + 32).collect::<Vec<_>>());
+    let loud = format!("[{}, {}]", list(0), list(20));
+    std::fs::write(file.path(), format!("default = \"k2l2v8g64w32s4\"\n[loud]\n0 = {loud}\n1 = {loud}\n")).unwrap();
+    let (half, all) = (off(file.path().to_str().unwrap()), off("k2v8g64w32s4"));
+    assert!(half < 0.9 * all, "half of the channels at 4 bits: {half}, none: {all}");
+    let e = Engine::new(
+        loaded.clone(),
+        EngineOptions { threads: 1, kernel: None, arm: Arm::Fused, schemes: load_schemes("k2l2v8g64", 2).unwrap() },
+    );
+    assert!(matches!(e.err(), Some(Error::Loud { layer: 0, .. })));
+}
+
 #[test]
 fn weights_of_every_type_are_converted() {
     for dtype in [

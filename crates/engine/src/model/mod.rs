@@ -5,11 +5,13 @@
 //! request by contract.
 
 pub mod attention;
+mod basis;
 mod config;
 pub mod linear;
 mod matmul;
 pub mod rope;
 
+pub use basis::{Basis, order_with_first};
 pub use config::{ARCHITECTURES, Config};
 
 use crate::Error;
@@ -67,6 +69,8 @@ pub struct Step<'a> {
     pub positions: &'a [usize],
     /// Rows whose logits are wanted, ascending.
     pub wanted: &'a [usize],
+    /// What each layer's keys and values are turned into before they are stored.
+    pub bases: &'a [Basis],
 }
 
 /// Buffers of a step, kept between steps.
@@ -150,51 +154,112 @@ impl Model {
         step: &Step<'_>,
         cache: &mut Cache,
         attention: &mut Attention,
-        mut tape: Option<&mut Tape>,
+        tape: Option<&mut Tape>,
         logits: &mut Vec<f32>,
+    ) -> Result<(), Error> {
+        let mut stream = self.embed(step.tokens)?;
+        self.run_layers(0..self.layers.len(), step, &mut stream, cache, attention, tape)?;
+        self.head(&stream, logits)
+    }
+
+    /// Runs some layers of a step. `stream`: what enters the first of them, f32 `[rows][hidden]` ([`Model::embed`] gives it for
+    /// layer 0); becomes what leaves the last one. Behind the model's last layer only the wanted rows are left.
+    ///
+    /// # Errors
+    /// As [`Model::forward`].
+    pub fn run_layers(
+        &self,
+        range: std::ops::Range<usize>,
+        step: &Step<'_>,
+        stream: &mut Vec<f32>,
+        cache: &mut Cache,
+        attention: &mut Attention,
+        mut tape: Option<&mut Tape>,
     ) -> Result<(), Error> {
         let (hidden, shape) = (self.config.hidden, self.config.shape);
         let mut buffers = Buffers::default();
         buffers.qkv.resize(3, Vec::new());
         buffers.added.resize(1, Vec::new());
         buffers.gate_up.resize(2, Vec::new());
-        let mut stream = self.embed(step.tokens)?;
         let rotation = Rotation::new(step.positions, shape.head_dim, self.config.rope_base);
         buffers.attended.resize(step.tokens.len() * shape.q_heads * shape.head_dim, 0.0);
         let last = self.layers.len() - 1;
-        for (i, layer) in self.layers.iter().enumerate() {
-            normalize(&stream, &layer.attention_norm, self.config.norm_epsilon, &mut buffers.normed);
-            layer.qkv.forward(&buffers.normed, &mut buffers.qkv)?;
+        for i in range {
+            let layer = &self.layers[i];
+            self.project(i, stream, &rotation, &mut buffers)?;
             let [q, k, v] = &mut buffers.qkv[..] else { unreachable!("three outputs") };
-            rotate(&rotation, q, shape.q_heads * shape.head_dim);
-            rotate(&rotation, k, shape.row_len());
+            step.bases[i].enter(&shape, q, k, v);
             if let Some(tape) = &mut tape {
                 tape.pass(cache.layer_config(i)?.scheme.row_format(), k, v);
             }
             attention::attend_step(cache, attention, i, step.batch, shape.head_dim, (q, k, v), &mut buffers.attended)?;
+            step.bases[i].leave(&shape, &mut buffers.attended);
             if i == last {
                 // Behind the last attention each row goes its own way: rows without wanted logits end here.
-                keep_rows(&mut stream, hidden, step.wanted);
+                keep_rows(stream, hidden, step.wanted);
                 keep_rows(&mut buffers.attended, shape.q_heads * shape.head_dim, step.wanted);
             }
             layer.output.forward(&buffers.attended, &mut buffers.added)?;
-            add(&mut stream, &buffers.added[0]);
-            normalize(&stream, &layer.feed_forward_norm, self.config.norm_epsilon, &mut buffers.normed);
+            add(stream, &buffers.added[0]);
+            normalize(stream, &layer.feed_forward_norm, self.config.norm_epsilon, &mut buffers.normed);
             layer.gate_up.forward(&buffers.normed, &mut buffers.gate_up)?;
             let [gate, up] = &mut buffers.gate_up[..] else { unreachable!("two outputs") };
             gated(gate, up);
             layer.down.forward(gate, &mut buffers.added)?;
-            add(&mut stream, &buffers.added[0]);
+            add(stream, &buffers.added[0]);
         }
-        normalize(&stream, &self.norm, self.config.norm_epsilon, &mut buffers.normed);
+        Ok(())
+    }
+
+    /// Queries, keys and values of a layer's rows, rotated by their positions, into `buffers.qkv`.
+    fn project(&self, i: usize, stream: &[f32], rotation: &Rotation, buffers: &mut Buffers) -> Result<(), Error> {
+        let (layer, shape) = (&self.layers[i], self.config.shape);
+        normalize(stream, &layer.attention_norm, self.config.norm_epsilon, &mut buffers.normed);
+        layer.qkv.forward(&buffers.normed, &mut buffers.qkv)?;
+        let [q, k, _] = &mut buffers.qkv[..] else { unreachable!("three outputs") };
+        rotate(rotation, q, shape.q_heads * shape.head_dim);
+        rotate(rotation, k, shape.row_len());
+        Ok(())
+    }
+
+    /// What a layer would store and ask: queries f32 `[rows][q_heads][head_dim]` and keys `[rows][kv_heads][head_dim]` of the
+    /// rows of `stream` at these positions, after RoPE.
+    ///
+    /// # Errors
+    /// None today, as [`Linear::forward`].
+    pub fn queries_and_keys(
+        &self,
+        layer: usize,
+        stream: &[f32],
+        positions: &[usize],
+    ) -> Result<(Vec<f32>, Vec<f32>), Error> {
+        let rotation = Rotation::new(positions, self.config.shape.head_dim, self.config.rope_base);
+        let mut buffers = Buffers::default();
+        buffers.qkv.resize(3, Vec::new());
+        self.project(layer, stream, &rotation, &mut buffers)?;
+        let mut qkv = buffers.qkv.into_iter();
+        Ok((qkv.next().unwrap_or_default(), qkv.next().unwrap_or_default()))
+    }
+
+    /// Logits f32 `[rows][vocabulary]` of rows that have left the last layer.
+    ///
+    /// # Errors
+    /// None today, as [`Linear::forward`].
+    pub fn head(&self, stream: &[f32], logits: &mut Vec<f32>) -> Result<(), Error> {
+        let mut normed = Vec::new();
+        normalize(stream, &self.norm, self.config.norm_epsilon, &mut normed);
         let mut out = [std::mem::take(logits)];
-        self.head.forward(&buffers.normed, &mut out)?;
+        self.head.forward(&normed, &mut out)?;
         let [out] = out;
         *logits = out;
         Ok(())
     }
 
-    fn embed(&self, tokens: &[u32]) -> Result<Vec<f32>, Error> {
+    /// The rows that enter layer 0, f32 `[rows][hidden]`.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchToken`].
+    pub fn embed(&self, tokens: &[u32]) -> Result<Vec<f32>, Error> {
         let vocabulary = self.config.vocabulary;
         if let Some(&token) = tokens.iter().find(|&&t| t as usize >= vocabulary) {
             return Err(Error::NoSuchToken { token, vocabulary });
