@@ -13,7 +13,7 @@ pub mod rope;
 pub use config::{ARCHITECTURES, Config};
 
 use crate::Error;
-use crate::forced::Tape;
+use crate::forced::StoredRows;
 use crate::gguf::{Gguf, Matrix};
 use candle_core::quantized::QTensor;
 use candle_core::{Device, Tensor};
@@ -139,8 +139,8 @@ impl Model {
         }
     }
 
-    /// Runs one step; `logits` becomes f32 `[wanted][vocabulary]`. A `tape` notes the keys and values that are stored, or
-    /// puts its own in their place. Call it on the engine's pool.
+    /// Runs one step; `logits` becomes f32 `[wanted][vocabulary]`. `stored` sees the keys and values before they are
+    /// stored, or puts its own in their place. Call it on the engine's pool.
     ///
     /// # Errors
     /// [`Error::NoSuchToken`], and those of the cache and attention. After an error the cache of the step's sequences
@@ -150,7 +150,7 @@ impl Model {
         step: &Step<'_>,
         cache: &mut Cache,
         attention: &mut Attention,
-        mut tape: Option<&mut Tape>,
+        mut stored: Option<&mut (dyn StoredRows + '_)>,
         logits: &mut Vec<f32>,
     ) -> Result<(), Error> {
         let (hidden, shape) = (self.config.hidden, self.config.shape);
@@ -168,8 +168,8 @@ impl Model {
             let [q, k, v] = &mut buffers.qkv[..] else { unreachable!("three outputs") };
             rotate(&rotation, q, shape.q_heads * shape.head_dim);
             rotate(&rotation, k, shape.row_len());
-            if let Some(tape) = &mut tape {
-                tape.pass(cache.layer_config(i)?.scheme.row_format(), k, v);
+            if let Some(stored) = &mut stored {
+                stored.pass(cache.layer_config(i)?.scheme.row_format(), &shape, k, v);
             }
             attention::attend_step(cache, attention, i, step.batch, shape.head_dim, (q, k, v), &mut buffers.attended)?;
             if i == last {
