@@ -37,6 +37,7 @@ fn run(command: Command) -> anyhow::Result<()> {
     match command {
         Command::Pull(args) => commands::pull::run(&args),
         Command::Roofline(args) => commands::roofline::run(&args),
+        Command::Eval(args) => commands::eval::run(&args),
         Command::Info(args) => commands::info::run(&args),
         Command::Bench(args) => commands::bench::run(&args),
         Command::Generate(args) => commands::generate::run(&args),

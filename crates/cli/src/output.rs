@@ -1,11 +1,14 @@
 //! What the program writes. In: text or one JSON object for stdout, lines for stderr; out: bytes, flushed. A reader of stdout
 //! that has gone (`kvant ... | head`) ends the program quietly; a stderr that takes nothing is no reason to fail, so lines
-//! for it go through [`note`] and never through `eprintln!`, which panics. NOT here: bars (progress.rs).
+//! for it go through [`note`] and never through `eprintln!`, which panics. Pages that a flag names. NOT here: bars (progress.rs).
 
 use crate::failure::Failure;
 use serde::Serialize;
 use std::fmt::Display;
 use std::io::{self, Write};
+use std::path::Path;
+
+const PAGE_HINT: &str = "give a file in a folder that exists and that you may write to";
 
 /// Writes and flushes; `what` names it in case that fails. A closed pipe ends the program with exit code 0, as the reader
 /// has all it wanted.
@@ -36,4 +39,25 @@ pub fn json(value: &impl Serialize) -> anyhow::Result<()> {
 /// A line for stderr, lost when stderr takes nothing.
 pub fn note(line: impl Display) {
     let _ = writeln!(io::stderr(), "{line}");
+}
+
+/// Whether a page could be written, as far as can be told without touching what is there.
+///
+/// # Errors
+/// [`Failure`] when a folder is in its place, or when its own folder is not there.
+pub fn check_page(path: &Path) -> Result<(), Failure> {
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if path.is_dir() || !folder.is_dir() {
+        let why = if path.is_dir() { "it is a folder" } else { "its folder is not there" };
+        return Err(Failure::input(format!("cannot write {}: {why}", path.display()), PAGE_HINT));
+    }
+    Ok(())
+}
+
+/// Writes a page.
+///
+/// # Errors
+/// [`Failure`] when the system refuses.
+pub fn page(path: &Path, text: &str) -> Result<(), Failure> {
+    std::fs::write(path, text).map_err(|e| Failure::input(format!("cannot write {}: {e}", path.display()), PAGE_HINT))
 }

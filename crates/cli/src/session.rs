@@ -7,6 +7,7 @@ use crate::{models, progress};
 use anyhow::Result;
 use kvant_engine::gguf::Gguf;
 use kvant_engine::model::Config;
+use kvant_engine::tokenizer::Tokenizer;
 use kvant_engine::{Arm, Engine, EngineOptions, Event, LoadedModel, Message, Products, Schemes, load_schemes};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -29,24 +30,48 @@ pub fn locate(model: &str) -> Result<Located> {
     Ok(Located { path, config })
 }
 
+impl Located {
+    /// The model's tokenizer, without its weights.
+    ///
+    /// # Errors
+    /// [`Failure`] for a file that has none that can be used.
+    pub fn tokenizer(&self) -> Result<Tokenizer> {
+        let gguf = Gguf::open(&self.path).map_err(Failure::from)?;
+        Ok(Tokenizer::load(&gguf).map_err(Failure::from)?)
+    }
+}
+
 /// Loads a model, with a bar.
 ///
 /// # Errors
 /// [`Failure`] for a model that cannot be used.
 pub fn load(model: &Located, threads: usize) -> Result<Arc<LoadedModel>> {
-    load_under(progress::percent("load the model"), model, threads)
+    load_for(model, threads, Products::default())
 }
 
-/// The same without a bar.
+/// The same with other products.
+///
+/// # Errors
+/// As [`load`].
+pub fn load_for(model: &Located, threads: usize, products: Products) -> Result<Arc<LoadedModel>> {
+    load_under(progress::percent("load the model"), model, threads, products)
+}
+
+/// [`load`] without a bar.
 ///
 /// # Errors
 /// As [`load`].
 pub fn load_silently(model: &Located, threads: usize) -> Result<Arc<LoadedModel>> {
-    load_under(indicatif::ProgressBar::hidden(), model, threads)
+    load_under(indicatif::ProgressBar::hidden(), model, threads, Products::default())
 }
 
-fn load_under(bar: indicatif::ProgressBar, model: &Located, threads: usize) -> Result<Arc<LoadedModel>> {
-    let loaded = LoadedModel::load(&model.path, threads, Products::default(), &|done, all| {
+fn load_under(
+    bar: indicatif::ProgressBar,
+    model: &Located,
+    threads: usize,
+    products: Products,
+) -> Result<Arc<LoadedModel>> {
+    let loaded = LoadedModel::load(&model.path, threads, products, &|done, all| {
         bar.set_length(all);
         bar.set_position(done);
     });

@@ -3,7 +3,7 @@
 //! NOT here: the rules of each part (scheduler.rs, model/, sampler.rs, kvant-kv).
 
 use crate::chat::{ChatTemplate, Message};
-use crate::forced::Tape;
+use crate::forced::{EveryRow, StoredRows, Tape};
 use crate::gguf::Gguf;
 use crate::model::{Basis, Config, Model, Products, Step};
 use crate::request::{Event, Outcome, Request};
@@ -12,7 +12,7 @@ use crate::schemes::Schemes;
 use crate::sequence::Sequence;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Pool};
-use kvant_kv::{Arm, Attention, Cache, CacheBytes, LayerConfig, Rows};
+use kvant_kv::{Arm, Attention, Cache, CacheBytes, LayerConfig, RowCodec, Rows};
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -54,6 +54,11 @@ impl LoadedModel {
     /// The numbers of the model.
     pub fn config(&self) -> &Config {
         self.model.config()
+    }
+
+    /// Name of the kernel that multiplies with the weights ([`Model::products`]).
+    pub fn products(&self) -> &'static str {
+        self.model.products()
     }
 
     /// Its tokenizer.
@@ -111,6 +116,8 @@ pub struct Engine {
     sequences: Vec<Sequence>,
     next_request: usize,
     pub(crate) tape: Option<Tape>,
+    imitation: Option<Arc<dyn RowCodec>>,
+    pub(crate) every_row: Option<EveryRow>,
     logits: Vec<f32>,
     decode: DecodeTime,
 }
@@ -181,6 +188,8 @@ impl Engine {
             sequences: Vec::new(),
             next_request: 0,
             tape: None,
+            imitation: None,
+            every_row: None,
             logits: Vec::new(),
             decode: DecodeTime::default(),
         })
@@ -367,8 +376,10 @@ impl Engine {
         wanted: &[usize],
     ) -> Result<&[f32], Error> {
         let step = Step { batch, tokens, positions, wanted, bases: &self.bases };
-        let Self { loaded, pool, cache, attention, tape, logits, .. } = self;
-        pool.run(|| loaded.model.forward(&step, cache, attention, tape.as_mut(), logits))?;
+        let Self { loaded, pool, cache, attention, tape, every_row, logits, .. } = self;
+        let tape = tape.as_mut().map(|tape| tape as &mut dyn StoredRows);
+        let stored = tape.or(every_row.as_mut().map(|codec| codec as &mut dyn StoredRows));
+        pool.run(|| loaded.model.forward(&step, cache, attention, stored, logits))?;
         Ok(&self.logits)
     }
 
@@ -394,7 +405,25 @@ impl Engine {
         self.sequences.clear();
         self.next_request = 0;
         self.cache = Cache::new(&self.layers, self.arm)?;
+        if let Some(codec) = &self.imitation {
+            self.cache.imitate(codec);
+        }
         Ok(())
+    }
+
+    /// From now on packed groups are attended as `codec` gives their rows back ([`Cache::imitate`]; the arm is to be
+    /// dequant-once), and what was being decoded is dropped.
+    ///
+    /// # Errors
+    /// As [`Engine::clear`].
+    pub fn imitate(&mut self, codec: Arc<dyn RowCodec>) -> Result<(), Error> {
+        self.imitation = Some(codec);
+        self.clear()
+    }
+
+    /// From now on every row passes `codec` before it is stored.
+    pub fn pass_every_row(&mut self, codec: Arc<dyn RowCodec>) {
+        self.every_row = Some(EveryRow(codec));
     }
 
     pub(crate) fn cache_mut(&mut self) -> &mut Cache {

@@ -6,7 +6,8 @@ use crate::Error;
 use crate::engine::{Engine, check_tokens};
 use crate::scheduler::PREFILL_ROWS;
 use half::{bf16, f16};
-use kvant_kv::{RowFormat, Rows, SeqId};
+use kvant_kv::{LayerShape, RowCodec, RowFormat, Rows, SeqId};
+use std::sync::Arc;
 
 /// A text to be followed.
 #[derive(Debug, Clone, Copy)]
@@ -72,6 +73,46 @@ impl Tape {
     }
 }
 
+/// Sees the keys and values of each layer's call before they are stored, and may put others in their place.
+pub trait StoredRows: Send {
+    /// Shapes: `k`, `v`: f32 `[rows][kv_heads][head_dim]` of a layer of `shape`; `format`: of its plain rows.
+    fn pass(&mut self, format: RowFormat, shape: &LayerShape, k: &mut [f32], v: &mut [f32]);
+}
+
+impl StoredRows for Tape {
+    fn pass(&mut self, format: RowFormat, _shape: &LayerShape, k: &mut [f32], v: &mut [f32]) {
+        Tape::pass(self, format, k, v);
+    }
+}
+
+/// Every row passes a codec before it is stored: a cache in that codec's format, without window or sinks.
+pub struct EveryRow(pub Arc<dyn RowCodec>);
+
+impl StoredRows for EveryRow {
+    fn pass(&mut self, _format: RowFormat, shape: &LayerShape, k: &mut [f32], v: &mut [f32]) {
+        let (d, row_len) = (shape.head_dim, shape.row_len());
+        for head in 0..shape.kv_heads {
+            let channels = head * d..(head + 1) * d;
+            let of_head = |x: &[f32]| -> Vec<f32> {
+                let rows = x.chunks_exact(row_len).flat_map(|row| &row[channels.clone()]);
+                // As the cache would have stored them: with or without a window, a codec sees the same numbers.
+                rows.map(|&x| f16::from_f32(x).to_f32()).collect()
+            };
+            let (mut k_rows, mut v_rows) = (of_head(k), of_head(v));
+            self.0.round_trip(d, &mut k_rows, &mut v_rows);
+            for (x, rows) in [(&mut *k, k_rows), (&mut *v, v_rows)] {
+                for (row, from) in x.chunks_exact_mut(row_len).zip(rows.chunks_exact(d)) {
+                    row[channels.clone()].copy_from_slice(from);
+                }
+            }
+        }
+    }
+}
+
+/// Takes the number of a text, the position of the first row, and f32 logits `[rows][vocabulary]` of that and the following
+/// positions; an error of it ends the pass.
+pub type OnBlock<'a> = dyn FnMut(usize, usize, &[f32]) -> Result<(), Error> + 'a;
+
 /// Takes the number of a text, a position in it, and f32 logits `[vocabulary]`; an error of it ends the pass.
 pub type OnLogits<'a> = dyn FnMut(usize, usize, &[f32]) -> Result<(), Error> + 'a;
 
@@ -83,6 +124,17 @@ impl Engine {
     /// [`Error::EmptyPrompt`], [`Error::PromptTooLong`], [`Error::NoSuchToken`], those of the cache, and those of
     /// `each`.
     pub fn follow(&mut self, texts: &[Forced<'_>], feed: Feed, each: &mut OnLogits<'_>) -> Result<(), Error> {
+        let vocabulary = self.model().config().vocabulary;
+        self.follow_blocks(texts, feed, &mut |text, first, logits| {
+            logits.chunks_exact(vocabulary).enumerate().try_for_each(|(row, logits)| each(text, first + row, logits))
+        })
+    }
+
+    /// [`Engine::follow`] with the logits of all rows of a step at once, so that they can be worked on in parallel.
+    ///
+    /// # Errors
+    /// Those of [`Engine::follow`].
+    pub fn follow_blocks(&mut self, texts: &[Forced<'_>], feed: Feed, each: &mut OnBlock<'_>) -> Result<(), Error> {
         for (i, text) in texts.iter().enumerate() {
             check_tokens(i, text.tokens, self.model().config())?;
         }
@@ -118,7 +170,7 @@ impl Engine {
         texts: &[Forced<'_>],
         ids: &[SeqId],
         feed: Feed,
-        each: &mut OnLogits<'_>,
+        each: &mut OnBlock<'_>,
     ) -> Result<(), Error> {
         let vocabulary = self.model().config().vocabulary;
         let prompt = |text: &Forced<'_>| text.prompt.min(text.tokens.len());
@@ -132,8 +184,8 @@ impl Engine {
                 let wanted: Vec<usize> = (0..rows).filter(|r| start + r >= first_wanted).collect();
                 let batch = [Rows { seq: ids[i], rows }];
                 let logits = self.forward(&batch, &text.tokens[start..start + rows], &positions, &wanted)?;
-                for (row, logits) in wanted.iter().zip(logits.chunks_exact(vocabulary)) {
-                    each(i, start + row, logits)?;
+                if let Some(first) = wanted.first() {
+                    each(i, start + first, logits)?;
                 }
                 start += rows;
             }

@@ -2,13 +2,14 @@
 //!
 //! In: a GGUF file and requests; out: tokens and text. The rooms, in the order of a token's way: [`tokenizer`],
 //! [`request`], `sequence`, [`scheduler`] (pure), [`model`] (where `model/attention.rs` visibly appends, attends and
-//! commits), [`sampler`]; [`Engine::step`] walks through them.
+//! commits), [`sampler`]; [`Engine::step`] walks through them. Beside it [`eval`]: how accurate a cache is.
 //! NOT here: cache formats and attention kernels (kvant-kv), flags and printing (the program), network.
 
 pub mod chat;
 mod divergence;
 mod engine;
 mod error;
+pub mod eval;
 mod forced;
 pub mod gguf;
 pub mod model;
@@ -25,7 +26,7 @@ pub use chat::Message;
 pub use divergence::Distribution;
 pub use engine::{DecodeTime, Engine, EngineOptions, Generation, LoadedModel};
 pub use error::Error;
-pub use forced::{Feed, Forced, OnLogits, Tape};
+pub use forced::{EveryRow, Feed, Forced, OnBlock, OnLogits, StoredRows, Tape};
 pub use kvant_kv::Arm;
 pub use model::{Products, product_kernels};
 pub use request::{Event, FinishReason, Outcome, Request};

@@ -173,8 +173,11 @@ impl Tokenizer {
         &self.specials
     }
 
-    /// Tokens of a text, none of them a control token.
-    fn encode_text(&self, text: &str) -> Result<Vec<u32>, Error> {
+    /// Tokens of a text, none of them a control token, and no start token.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode`].
+    pub fn encode_text(&self, text: &str) -> Result<Vec<u32>, Error> {
         if text.len() > MAX_INPUT_SIZE {
             return Err(Error::PromptTooLarge { bytes: text.len(), most: MAX_INPUT_SIZE });
         }

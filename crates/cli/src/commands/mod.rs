@@ -5,6 +5,7 @@ pub mod bench_attend;
 pub mod bench_decode;
 pub mod bench_experiments;
 pub mod demo;
+pub mod eval;
 pub mod generate;
 pub mod info;
 pub mod pull;

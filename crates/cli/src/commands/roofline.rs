@@ -11,11 +11,9 @@ use kvant_kv::Scheme;
 use kvant_roofline::report::{self, Op, SweepPoint, bytes, time};
 use kvant_roofline::verdict::Bound;
 use kvant_roofline::{Report, Settings, SurveyError, survey, timer};
-use std::path::Path;
 
 /// Bytes that a full run needs beside the caches of one size: the larger of the bandwidth's two buffers and what rotates.
 const BUFFERS_BYTES: f64 = 2.2e9;
-const PAGE_HINT: &str = "give a file in a folder that exists and that you may write to";
 /// Tokens of the longest request of a full run.
 const LONGEST: f64 = 65536.0;
 
@@ -23,7 +21,7 @@ const LONGEST: f64 = 65536.0;
 pub fn run(args: &RooflineArgs) -> Result<()> {
     let settings = settings(args)?;
     // A page that cannot be written should not cost a run first.
-    [&args.html, &args.markdown].into_iter().flatten().try_for_each(|path| check_page(path))?;
+    [&args.html, &args.markdown].into_iter().flatten().try_for_each(|path| output::check_page(path))?;
     let mut wheel: Option<indicatif::ProgressBar> = None;
     let result = survey(&settings, &mut |next| {
         if let Some(wheel) = wheel.take() {
@@ -37,10 +35,10 @@ pub fn run(args: &RooflineArgs) -> Result<()> {
     let mut report = result.map_err(failure)?;
     report.note.clone_from(&args.note);
     if let Some(path) = &args.html {
-        write(path, &report::html(&report))?;
+        output::page(path, &report::html(&report))?;
     }
     if let Some(path) = &args.markdown {
-        write(path, &report::markdown(&report))?;
+        output::page(path, &report::markdown(&report))?;
     }
     if args.json { output::json(&report) } else { output::text("the tables", &render(&report)) }
 }
@@ -79,20 +77,6 @@ fn failure(e: SurveyError) -> Failure {
         SurveyError::Wrong { .. } => Failure::proof(e, "nothing was timed"),
         e => Failure::input(e, "take fewer threads, fewer schemes, or --quick"),
     }
-}
-
-/// Whether a page could be written, as far as can be told without touching what is there.
-fn check_page(path: &Path) -> Result<(), Failure> {
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    if path.is_dir() || !folder.is_dir() {
-        let why = if path.is_dir() { "it is a folder" } else { "its folder is not there" };
-        return Err(Failure::input(format!("cannot write {}: {why}", path.display()), PAGE_HINT));
-    }
-    Ok(())
-}
-
-fn write(path: &Path, text: &str) -> Result<(), Failure> {
-    std::fs::write(path, text).map_err(|e| Failure::input(format!("cannot write {}: {e}", path.display()), PAGE_HINT))
 }
 
 fn render(r: &Report) -> String {

@@ -123,7 +123,6 @@ fn scheme_files_are_refused_by_name_and_line_before_the_model_is_loaded() {
 fn what_is_not_built_yet_says_so() {
     for args in [
         &["tune"][..],
-        &["eval"],
         &["serve"],
         &["generate", "--prompt", "a", "--device", "cuda"],
         &["generate", "--prompt", "a", "--random-weights", "x.json"],

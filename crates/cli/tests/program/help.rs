@@ -28,6 +28,7 @@ help!(bench_sharing, "bench", "sharing");
 help!(bench_passes, "bench", "passes");
 help!(bench_splits, "bench", "splits");
 help!(roofline, "roofline");
+help!(eval, "eval");
 help!(info, "info");
 help!(demo, "demo");
 

@@ -2,6 +2,7 @@
 //! Tests that decode need the pulled model (`make test` pulls it first). NOT here: the numbers that commands compute
 //! (unit tests beside them).
 
+mod accuracy;
 mod decoding;
 mod errors;
 mod experiments;

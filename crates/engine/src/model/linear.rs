@@ -7,7 +7,7 @@
 //! A row's result depends on that row only: each output is one sum in an order fixed by `k`, whatever the number of
 //! rows or threads.
 
-use super::matmul::{Activations, BLOCK, CodedBlock, Format, TILE, Weights, multiply_tile};
+use super::matmul::{Activations, BLOCK, CodedBlock, Format, TILE, Weights, f32_products, multiply_tile};
 use crate::Error;
 use half::f16;
 use rayon::prelude::*;
@@ -112,7 +112,7 @@ pub trait WeightRows: Sync {
 
 impl Linear {
     /// Lays out matrices of `k` inputs; `split`: how many threads will share few rows. `exact` keeps the weights as
-    /// f32 and multiplies in f32: slow, the reference that accuracy is measured against.
+    /// f32 and multiplies in f32 (matmul/exact.rs): the reference that accuracy is measured against.
     ///
     /// # Errors
     /// Those of reading the rows.
@@ -155,7 +155,7 @@ impl Linear {
         }
         if let Some(weights) = &self.exact {
             for ((out, w), n) in out.iter_mut().zip(weights).zip(&self.outputs) {
-                exact_products(x, w, self.k, *n, out);
+                f32_products(x, w, self.k, *n, out);
             }
         } else if rows <= SPLIT_BY_COLUMNS {
             self.by_columns(x, out);
@@ -229,21 +229,4 @@ fn lay_out(k: usize, matrix: &dyn WeightRows) -> Result<Weights, Error> {
         matrix.read(rows, &mut values)?;
         Ok(values.chunks_exact(k).flat_map(|row| row.chunks(BLOCK).map(quantize)).collect())
     })
-}
-
-/// f32 weights, f32 products, sums of 16 lanes: the reference.
-fn exact_products(x: &[f32], w: &[f32], k: usize, n: usize, out: &mut [f32]) {
-    out.par_chunks_mut(n).zip(x.par_chunks(k)).for_each(|(out, x)| {
-        for (out, w) in out.iter_mut().zip(w.chunks_exact(k)) {
-            let mut lanes = [0.0f32; 16];
-            let (xs, ws) = (x.chunks_exact(16), w.chunks_exact(16));
-            let tail: f32 = xs.remainder().iter().zip(ws.remainder()).map(|(a, b)| a * b).sum();
-            for (x, w) in xs.zip(ws) {
-                for i in 0..16 {
-                    lanes[i] += x[i] * w[i];
-                }
-            }
-            *out = lanes.iter().sum::<f32>() + tail;
-        }
-    });
 }

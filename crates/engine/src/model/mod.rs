@@ -15,7 +15,7 @@ pub use basis::{Basis, order_with_first};
 pub use config::{ARCHITECTURES, Config};
 
 use crate::Error;
-use crate::forced::Tape;
+use crate::forced::StoredRows;
 use crate::gguf::{Gguf, Matrix};
 use candle_core::quantized::QTensor;
 use candle_core::{Device, Tensor};
@@ -143,8 +143,8 @@ impl Model {
         }
     }
 
-    /// Runs one step; `logits` becomes f32 `[wanted][vocabulary]`. A `tape` notes the keys and values that are stored, or
-    /// puts its own in their place. Call it on the engine's pool.
+    /// Runs one step; `logits` becomes f32 `[wanted][vocabulary]`. `stored` sees the keys and values before they are
+    /// stored, or puts its own in their place. Call it on the engine's pool.
     ///
     /// # Errors
     /// [`Error::NoSuchToken`], and those of the cache and attention. After an error the cache of the step's sequences
@@ -154,11 +154,11 @@ impl Model {
         step: &Step<'_>,
         cache: &mut Cache,
         attention: &mut Attention,
-        tape: Option<&mut Tape>,
+        stored: Option<&mut (dyn StoredRows + '_)>,
         logits: &mut Vec<f32>,
     ) -> Result<(), Error> {
         let mut stream = self.embed(step.tokens)?;
-        self.run_layers(0..self.layers.len(), step, &mut stream, cache, attention, tape)?;
+        self.run_layers(0..self.layers.len(), step, &mut stream, cache, attention, stored)?;
         self.head(&stream, logits)
     }
 
@@ -174,7 +174,7 @@ impl Model {
         stream: &mut Vec<f32>,
         cache: &mut Cache,
         attention: &mut Attention,
-        mut tape: Option<&mut Tape>,
+        mut stored: Option<&mut (dyn StoredRows + '_)>,
     ) -> Result<(), Error> {
         let (hidden, shape) = (self.config.hidden, self.config.shape);
         let mut buffers = Buffers::default();
@@ -189,8 +189,8 @@ impl Model {
             self.project(i, stream, &rotation, &mut buffers)?;
             let [q, k, v] = &mut buffers.qkv[..] else { unreachable!("three outputs") };
             step.bases[i].enter(&shape, q, k, v);
-            if let Some(tape) = &mut tape {
-                tape.pass(cache.layer_config(i)?.scheme.row_format(), k, v);
+            if let Some(stored) = &mut stored {
+                stored.pass(cache.layer_config(i)?.scheme.row_format(), &shape, k, v);
             }
             attention::attend_step(cache, attention, i, step.batch, shape.head_dim, (q, k, v), &mut buffers.attended)?;
             step.bases[i].leave(&shape, &mut buffers.attended);

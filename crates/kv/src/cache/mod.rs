@@ -10,6 +10,7 @@ use crate::append::cpu::{Variant, best};
 use crate::{Error, LayerShape, Scheme};
 use half::f16;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use store::{BlockUse, LayerSpec, Pools, SeqView, Store};
 
 impl std::fmt::Display for Arm {
@@ -95,6 +96,14 @@ pub struct CacheBytes {
     pub f16_bytes_equivalent: usize,
 }
 
+/// A codec of another program, as what it gives back: for comparing its accuracy with that of the schemes.
+pub trait RowCodec: Send + Sync {
+    /// Replaces rows of one kv head by what the codec would give back for them.
+    ///
+    /// Shapes: `k`, `v`: f32 `[rows][head_dim]`, values that f16 holds; the results are rounded to f16.
+    fn round_trip(&self, head_dim: usize, k: &mut [f32], v: &mut [f32]);
+}
+
 /// A cache of many sequences over all layers of a model.
 pub struct Cache {
     layers: Vec<LayerSpec>,
@@ -121,6 +130,12 @@ impl Cache {
         let copies = |l: &LayerSpec| arm == Arm::DequantOnce && l.record.is_some();
         let copy_pools = layers.iter().map(|l| copies(l).then(|| l.copy_pool(&mut pools))).collect();
         Ok(Self { layers, copy_pools, pools, arm, sequences: BTreeMap::new(), next_id: 0, kernel: best() })
+    }
+
+    /// From now on the copy that the dequant-once arm attends is what `codec` gives back for each group's f16 rows, not
+    /// what the records do: positions, window, sinks and pages stay those of the scheme. Without effect on other arms.
+    pub fn imitate(&mut self, codec: &Arc<dyn RowCodec>) {
+        self.layers.iter_mut().for_each(|layer| layer.imitated = Some(codec.clone()));
     }
 
     /// A new empty sequence.

@@ -9,8 +9,9 @@ use crate::append::record::dequantize_record;
 use crate::append::rows::write_sink;
 use crate::device::cpu::{Block, BlockPool};
 use crate::element::Element;
-use crate::{Error, LayerShape, PackedScheme, Scheme};
+use crate::{Error, LayerShape, PackedScheme, RowCodec, Scheme};
 use half::f16;
+use std::sync::Arc;
 
 /// What a layer needs to store tokens.
 pub(crate) struct LayerSpec {
@@ -19,6 +20,8 @@ pub(crate) struct LayerSpec {
     pub record: Option<RecordLayout>,
     pub plain: PlainLayout,
     pub sinks: PlainLayout,
+    /// What fills the dequant-once arm's copy in place of the records ([`crate::Cache::imitate`]).
+    pub imitated: Option<Arc<dyn RowCodec>>,
     /// Indices into [`Pools`].
     record_pool: usize,
     plain_pool: usize,
@@ -81,6 +84,7 @@ impl LayerSpec {
             record,
             plain,
             sinks,
+            imitated: None,
             record_pool: pools.index_of(BlockUse::Records, record_bytes),
             plain_pool: pools.index_of(BlockUse::Window, block),
             sink_pool: pools.index_of(BlockUse::Window, sink_bytes),
@@ -219,7 +223,16 @@ impl Store {
             let records = pools.get(spec.record_pool).bytes(&self.groups[newest]);
             let record = layout.head(records, head);
             let mut blocks: Vec<_> = k.chunks_exact_mut(n).zip(v.chunks_exact_mut(n)).collect();
-            dequantize_record(layout, record, &mut blocks);
+            match &spec.imitated {
+                None => dequantize_record(layout, record, &mut blocks),
+                Some(codec) => {
+                    let first = (newest * layout.group_len - self.tail_start) / BLOCK_LEN;
+                    let rows = pools.get(spec.plain_pool);
+                    let plain = self.tail[first..first + per_group].iter();
+                    let plain: Vec<_> = plain.map(|block| spec.plain.head(rows.bytes(block), head)).collect();
+                    imitate(codec.as_ref(), layout.head_dim, &plain, &mut blocks);
+                }
+            }
             for (i, (k, v)) in blocks.iter().enumerate() {
                 let out = pools.get_mut(copy_pool).bytes_mut(&self.copy[newest * per_group + i]);
                 let (k_out, v_out) = spec.plain.head_mut(out, head);
@@ -304,6 +317,32 @@ impl Store {
             tail_start: self.tail_start,
             sinks: self.sink_block.as_ref().map(|b| pools.get(spec.sink_pool).bytes(b)),
             copy: copy_pool.map(|p| (pools.get(p), &self.copy[..])),
+        }
+    }
+}
+
+/// Fills blocks with what a codec gives back for the rows of plain ones. Shapes: pairs of K `[D][32]` and V `[32][D]`.
+fn imitate(codec: &dyn RowCodec, d: usize, plain: &[(&[f16], &[f16])], out: &mut [(&mut [f16], &mut [f16])]) {
+    let of = |token: usize, channel: usize| channel * BLOCK_LEN + token;
+    let mut rows = [vec![0.0f32; plain.len() * BLOCK_LEN * d], vec![0.0f32; plain.len() * BLOCK_LEN * d]];
+    for (b, (k, v)) in plain.iter().enumerate() {
+        for token in 0..BLOCK_LEN {
+            let at = (b * BLOCK_LEN + token) * d;
+            for channel in 0..d {
+                rows[0][at + channel] = k[of(token, channel)].to_f32();
+                rows[1][at + channel] = v[token * d + channel].to_f32();
+            }
+        }
+    }
+    let [k_rows, v_rows] = &mut rows;
+    codec.round_trip(d, k_rows, v_rows);
+    for (b, (k, v)) in out.iter_mut().enumerate() {
+        for token in 0..BLOCK_LEN {
+            let at = (b * BLOCK_LEN + token) * d;
+            for channel in 0..d {
+                k[of(token, channel)] = f16::from_f32(k_rows[at + channel]);
+                v[token * d + channel] = f16::from_f32(v_rows[at + channel]);
+            }
         }
     }
 }

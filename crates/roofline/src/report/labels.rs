@@ -3,10 +3,14 @@
 
 /// A rectangle by its corners.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Area {
+pub struct Area {
+    /// Its left edge.
     pub left: f64,
+    /// Its upper edge.
     pub top: f64,
+    /// Its right edge.
     pub right: f64,
+    /// Its lower edge; y grows downwards.
     pub bottom: f64,
 }
 
@@ -31,7 +35,7 @@ const DIRECTIONS: [f64; 16] =
 
 /// Areas for labels of these widths at these points (x, y, width), inside `bounds` and clear of `taken`. A label for
 /// which there is no free place lies right of its point all the same: it is never left out.
-pub(super) fn place(points: &[(f64, f64, f64)], bounds: Area, taken: &[Area]) -> Vec<Area> {
+pub fn place(points: &[(f64, f64, f64)], bounds: Area, taken: &[Area]) -> Vec<Area> {
     let around = |x: f64, y: f64| Area { left: x - POINT, top: y - POINT, right: x + POINT, bottom: y + POINT };
     let mut taken: Vec<Area> = taken.to_vec();
     taken.extend(points.iter().map(|&(x, y, _)| around(x, y)));
@@ -63,7 +67,7 @@ pub(super) fn place(points: &[(f64, f64, f64)], bounds: Area, taken: &[Area]) ->
 }
 
 /// Where a line from a point to its label ends, when the label is too far away to be read as its own.
-pub(super) fn leader(x: f64, y: f64, label: &Area) -> Option<(f64, f64)> {
+pub fn leader(x: f64, y: f64, label: &Area) -> Option<(f64, f64)> {
     let (lx, ly) = (x.clamp(label.left, label.right), y.clamp(label.top, label.bottom));
     let distance = (lx - x).hypot(ly - y);
     (distance > 14.0).then_some((lx, ly))

@@ -4,12 +4,13 @@
 //! NOT here: measuring (survey/), files.
 
 mod html;
-mod labels;
+pub mod labels;
 mod markdown;
 mod plot;
 
 pub use html::html;
 pub use markdown::markdown;
+pub use plot::{colour, escape};
 
 use crate::ceilings::Ceilings;
 use crate::machine::Machine;

@@ -20,12 +20,12 @@ pub(super) const COLOURS: [&str; 8] =
     ["#222222", "#0067a5", "#b8441f", "#00784a", "#8e2a8e", "#8a6100", "#5b4bb5", "#b3003c"];
 
 /// The colour of scheme number `i`.
-pub(super) fn colour(i: usize) -> &'static str {
+pub fn colour(i: usize) -> &'static str {
     COLOURS[i % COLOURS.len()]
 }
 
 /// Text that is safe inside HTML and SVG.
-pub(super) fn escape(text: &str) -> String {
+pub fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 

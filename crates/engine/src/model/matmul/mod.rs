@@ -13,7 +13,10 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod exact;
 mod portable;
+
+pub(crate) use exact::f32_products;
 
 use half::f16;
 use rayon::prelude::*;

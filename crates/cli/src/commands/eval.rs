@@ -1,0 +1,270 @@
+//! `kvant eval`: what a cache costs in accuracy. In: a model, a text, caches; out: a table, one JSON object, a CSV, one page
+//! with a picture, and a failure when a bound is not kept. All that is cheap to see is checked before the model is loaded.
+//! NOT here: following the text and computing figures (the engine's eval room), tables (eval/report.rs), the picture
+//! (eval/picture.rs), hidden facts (eval/retrieval.rs).
+
+mod picture;
+mod report;
+mod retrieval;
+
+use super::check_kernel;
+use crate::args::EvalArgs;
+use crate::failure::{Failure, SCHEME_HINT};
+use crate::session::Located;
+use crate::{output, progress, rss, session};
+use anyhow::Result;
+use indicatif::ProgressBar;
+use kvant_engine::eval::{self, Contestant, Gate, Imitation, RIVALS, Settings};
+use kvant_engine::load_schemes;
+use kvant_engine::model::Config;
+use kvant_engine::tokenizer::Tokenizer;
+use report::Report;
+use sha2::{Digest, Sha256};
+use std::path::Path;
+use std::time::Instant;
+
+/// Fewest tokens of a chunk: a half of it then has positions with a token behind them.
+const SHORTEST: usize = 4;
+/// Bytes of a text that are read: what the tokenizer takes, with room to spare.
+const TEXT_BYTES: usize = 8 << 20;
+
+/// A cache on the command line.
+struct Entry {
+    contestant: Contestant,
+    /// Another program's format, not one of kvant's schemes.
+    imitated: bool,
+}
+
+/// A text as tokens.
+struct Text {
+    sha256: String,
+    tokens: Vec<u32>,
+}
+
+/// Runs the command.
+pub fn run(args: &EvalArgs) -> Result<()> {
+    let threads = args.machine.threads()?;
+    check_kernel(args.kernel.as_deref())?;
+    // A page that cannot be written should not cost a run first.
+    [&args.html, &args.csv].into_iter().flatten().try_for_each(|path| output::check_page(path))?;
+    let bytes = read(&args.text)?;
+    let located = session::locate(&args.model)?;
+    let entries = entries(&args.kv, &located.config)?;
+    let settings = Settings { ctx: args.ctx, scored: args.score.scored(), threads, kernel: args.kernel.clone() };
+    if args.retrieval {
+        let text = tokens(&bytes, &located.tokenizer()?)?;
+        return retrieval::run(args, &located, entries, &settings, &text);
+    }
+    check_ctx(args.ctx, &located.config)?;
+    check_memory(&settings, &located.config, args.activations.products())?;
+    let text = tokens(&bytes, &located.tokenizer()?)?;
+    let chunks = chunks(args, &text)?;
+    let report = measure(args, &located, &entries, &settings, &text, &chunks)?;
+    if let Some(path) = &args.csv {
+        output::page(path, &report::csv(&report))?;
+    }
+    if let Some(path) = &args.html {
+        output::page(path, &picture::html(&report))?;
+    }
+    if args.json {
+        output::json(&report)?
+    } else {
+        output::text("the table", &report::render(&report))?
+    }
+    Ok(check_bounds(args, &entries, &report)?)
+}
+
+fn measure(
+    args: &EvalArgs,
+    located: &Located,
+    entries: &[Entry],
+    settings: &Settings,
+    text: &Text,
+    chunks: &[&[u32]],
+) -> Result<Report> {
+    let model = session::load_for(located, settings.threads, args.activations.products())?;
+    let started = Instant::now();
+    let bar = Bar::new((entries.len() + 1) * chunks.len() * args.ctx);
+    let contestants: Vec<Contestant> = entries.iter().map(|e| e.contestant.clone()).collect();
+    let found = eval::evaluate(&model, chunks, &contestants, settings, &mut |done, name| bar.at(done, name));
+    let found = found.map_err(Failure::from)?;
+    let rows = entries.iter().zip(found.rows);
+    Ok(Report {
+        model: args.model.clone(),
+        text: report::TextInfo {
+            path: args.text.display().to_string(),
+            sha256: text.sha256.clone(),
+            tokens: text.tokens.len(),
+        },
+        ctx: args.ctx,
+        chunks: args.chunks,
+        skip_chunks: args.skip_chunks,
+        score: args.score,
+        activations: args.activations,
+        base: report::Row::base(found.base, &located.config, args.ctx),
+        rows: rows.map(|(e, f)| report::Row::new(&e.contestant, e.imitated, f, args.ctx)).collect(),
+        kernel: found.kernel,
+        products: model.products(),
+        threads: settings.threads,
+        seconds: started.elapsed().as_secs_f64(),
+        version: env!("CARGO_PKG_VERSION"),
+    })
+}
+
+/// A bar over all passes that says whose turn it is.
+struct Bar(ProgressBar);
+
+impl Bar {
+    fn new(tokens: usize) -> Self {
+        Self(progress::tokens("follow the text", tokens as u64))
+    }
+
+    fn at(&self, done: usize, name: &str) {
+        self.0.set_position(done as u64);
+        if !name.is_empty() {
+            self.0.set_message(name.to_owned());
+        }
+    }
+}
+
+impl Drop for Bar {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}
+
+/// The text's bytes, which are UTF-8.
+fn read(path: &Path) -> Result<String, Failure> {
+    let no = |why: String| {
+        Failure::input(format!("cannot read the text {}: {why}", path.display()), "give --text a UTF-8 text file")
+    };
+    let bytes = std::fs::read(path).map_err(|e| no(e.to_string()))?;
+    String::from_utf8(bytes).map_err(|e| no(format!("byte {} is not UTF-8", e.utf8_error().valid_up_to())))
+}
+
+fn tokens(text: &str, tokenizer: &Tokenizer) -> Result<Text, Failure> {
+    let sha256 = Sha256::digest(text.as_bytes()).iter().map(|b| format!("{b:02x}")).collect();
+    let end = (0..=TEXT_BYTES.min(text.len())).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0);
+    Ok(Text { sha256, tokens: tokenizer.encode_text(&text[..end])? })
+}
+
+/// Caches of a comma-separated list, each once, in their order.
+fn entries(text: &str, config: &Config) -> Result<Vec<Entry>, Failure> {
+    let mut entries: Vec<Entry> = Vec::new();
+    for part in text.split(',').map(str::trim) {
+        let entry = match Imitation::parse(part) {
+            Some(imitation) => {
+                let hint =
+                    format!("other programs' formats: {}; each also as in {}+w128s4", RIVALS.join(", "), RIVALS[0]);
+                let imitation = imitation.map_err(|e| Failure::input(e, hint))?;
+                Entry { contestant: Contestant::imitation(&imitation, config.layers), imitated: true }
+            }
+            None => {
+                let mut contestant = Contestant::scheme(load_schemes(part, config.layers)?, config.shape.head_dim);
+                if contestant.name.contains(',') {
+                    // Layers that differ: what they were called is clearer than all of them.
+                    contestant.name = part.to_owned();
+                }
+                Entry { contestant, imitated: false }
+            }
+        };
+        if entries.iter().any(|e| e.contestant.name == entry.contestant.name) {
+            return Err(Failure::input(format!("{} appears twice in `{text}`", entry.contestant.name), SCHEME_HINT));
+        }
+        entries.push(entry);
+    }
+    Ok(entries)
+}
+
+fn check_ctx(ctx: usize, config: &Config) -> Result<(), Failure> {
+    if ctx > config.context {
+        return Err(Failure::input(
+            format!("--ctx {ctx} is over the context of this model, which holds {} tokens", config.context),
+            "take a smaller --ctx",
+        ));
+    }
+    if ctx < SHORTEST {
+        return Err(Failure::input(format!("--ctx {ctx} is under {SHORTEST} tokens"), "take a larger --ctx"));
+    }
+    Ok(())
+}
+
+/// The base's logits of a chunk are the bulk of what an evaluation holds, f32 weights the rest.
+fn check_memory(settings: &Settings, config: &Config, products: kvant_engine::Products) -> Result<(), Failure> {
+    let weights = match products {
+        kvant_engine::Products::Exact => {
+            let per_layer = config.hidden
+                * (2 * config.shape.q_heads * config.shape.head_dim + 2 * config.shape.row_len())
+                + 3 * config.hidden * config.feed_forward;
+            4 * (config.layers * per_layer + config.vocabulary * config.hidden)
+        }
+        kvant_engine::Products::Quantized => 0,
+    };
+    let need = (settings.logits_bytes(config.vocabulary) + weights) as f64;
+    match rss::machine_memory_bytes() {
+        Some((available, _)) if need > available as f64 => Err(Failure::input(
+            format!(
+                "this needs about {:.1} GB of memory, and {:.1} GB are available",
+                need / 1e9,
+                available as f64 / 1e9
+            ),
+            "take a smaller --ctx, --score half, or --activations product",
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// The chunks to follow.
+fn chunks<'a>(args: &EvalArgs, text: &'a Text) -> Result<Vec<&'a [u32]>, Failure> {
+    let all: Vec<&[u32]> = text.tokens.chunks_exact(args.ctx).collect();
+    let fit = all.len().saturating_sub(args.skip_chunks);
+    if fit < args.chunks {
+        let behind =
+            if args.skip_chunks > 0 { format!(" behind the {} left out", args.skip_chunks) } else { String::new() };
+        return Err(Failure::input(
+            format!(
+                "the text has {} tokens: {fit} chunks of {} fit{behind}, and --chunks asks for {}",
+                text.tokens.len(),
+                args.ctx,
+                args.chunks
+            ),
+            "take fewer --chunks, a smaller --ctx or a longer text",
+        ));
+    }
+    Ok(all[args.skip_chunks..][..args.chunks].to_vec())
+}
+
+/// Whether kvant's own schemes keep the bounds; what is imitated is there to be compared with.
+fn check_bounds(args: &EvalArgs, entries: &[Entry], report: &Report) -> Result<(), Failure> {
+    let gate = Gate { max_kld: args.max_kld, max_ppl_ratio: args.max_ppl_ratio };
+    for (_, row) in entries.iter().zip(&report.rows).filter(|(e, _)| !e.imitated) {
+        gate.check(&row.scheme, &row.figures).map_err(|e| {
+            Failure::proof(e, "give this scheme more bits, a window or sinks, or the run a wider bound")
+        })?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_are_counted_before_anything_is_followed() {
+        use clap::Parser;
+        let args = |words: &[&str]| {
+            let words = ["kvant", "eval", "--text", "x"].iter().chain(words);
+            match crate::args::Cli::try_parse_from(words).unwrap().command {
+                crate::args::Command::Eval(args) => args,
+                _ => unreachable!("it is eval"),
+            }
+        };
+        let text = Text { sha256: String::new(), tokens: (0..100).collect() };
+        let found = chunks(&args(&["--ctx", "32", "--chunks", "2", "--skip-chunks", "1"]), &text).unwrap();
+        assert_eq!((found.len(), found[0][0], found[1][31]), (2, 32, 95));
+        let e = chunks(&args(&["--ctx", "32", "--chunks", "4"]), &text).unwrap_err();
+        assert_eq!(e.what, "the text has 100 tokens: 3 chunks of 32 fit, and --chunks asks for 4");
+        let e = chunks(&args(&["--ctx", "32", "--chunks", "1", "--skip-chunks", "9"]), &text).unwrap_err();
+        assert!(e.what.contains("0 chunks of 32 fit behind the 9 left out"), "{e}");
+    }
+}
