@@ -5,7 +5,7 @@
   sweep.py grid PROGRAM OUT.json       batch 1, 4, 16 by 256 to 16k tokens, cold and hot, two threads
   sweep.py model PROGRAM OUT.json [MODEL]   a whole model: requests and prompt lengths, arms f16 and fused, two threads
   sweep.py tables                      writes benches/record/README.md from the records under
-                                       benches/record/*/sweeps/ and benches/record/*/rivals/
+                                       benches/record/*/sweeps/, .../rivals/ and .../accuracy/
 
 Each thread count is pinned to as many cores, so that a shared host moves less. Quote ratios: both sides of `vs_f16` (medians)
 were timed in turns. NOT here: any figure. Needs python3 and taskset. PROGRAM must be built from a clean commit, which is
@@ -111,6 +111,10 @@ def tables():
         parts.append(table(record))
     for path in sorted(RECORDS.glob("*/rivals/*.json")):
         words = [sys.executable, str(ROOT / "benches" / "rivals" / "run.py"), "table", str(path.relative_to(ROOT))]
+        printed = subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+        parts.append(f"## {path.relative_to(RECORDS)}\n\n{printed}")
+    for path in sorted(RECORDS.glob("*/accuracy/llama.cpp-*.json")):
+        words = [sys.executable, str(ROOT / "benches" / "rivals" / "perplexity.py"), "table", str(path.relative_to(ROOT))]
         printed = subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
         parts.append(f"## {path.relative_to(RECORDS)}\n\n{printed}")
     (RECORDS / "README.md").write_text("\n\n".join(parts) + "\n")

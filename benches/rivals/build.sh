@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the rivals of benches/rivals/README.md, with nothing of theirs switched off but AMX.
 #
-#   build.sh llama.cpp SCRATCH OUT        llama-cpp-ggml_attend, -bench, -batched-bench, -quantize
+#   build.sh llama.cpp SCRATCH OUT        llama-cpp-ggml_attend, -bench, -batched-bench, -quantize, -perplexity
 #   build.sh llama.cpp-fp16 SCRATCH OUT   llama-cpp-fp16-ggml_attend: with AVX512FP16, as GGML_NATIVE has it
 #   build.sh ik_llama.cpp SCRATCH OUT     ik-llama-ggml_attend, -bench
 #
@@ -20,7 +20,7 @@ flags="-mavx512vl -mavx512dq -mavx512cd -mbmi2 -mfma -mf16c"
 defines=()
 tools=()
 case $1 in
-    llama.cpp) vendor=llama.cpp package=llama-cpp-python version=0.3.36 prefix=llama-cpp tools=(bench batched-bench quantize) ;;
+    llama.cpp) vendor=llama.cpp package=llama-cpp-python version=0.3.36 prefix=llama-cpp tools=(bench batched-bench quantize perplexity) ;;
     # With AVX512FP16 llama.cpp sums values in f16, 128 at a time: head_dim 64 is then scalar code (GGML_F16_STEP). Both are rows.
     llama.cpp-fp16) vendor=llama.cpp package=llama-cpp-python version=0.3.36 prefix=llama-cpp-fp16 flags="$flags -mavx512fp16" ;;
     # Its own options leave out VL and DQ, without which its AVX-512 kernels are not compiled (iqk_config.h): flags has them.
