@@ -49,6 +49,8 @@ pub enum Command {
     Roofline(RooflineArgs),
     /// Measure what a cache costs in accuracy, against f16, over a real text
     Eval(EvalArgs),
+    /// Choose bits by layer and loud channels under a budget, and write a scheme file
+    Tune(TuneArgs),
     /// Say what this machine and build can do, and how many requests fit a memory, per scheme
     Info(InfoArgs),
     /// Decode four prompts under four schemes and compare size, speed and text
@@ -569,6 +571,59 @@ pub struct EvalArgs {
 
 fn parse_skip(text: &str) -> Result<usize, String> {
     if text == "0" { Ok(0) } else { parse_count(text) }
+}
+
+/// `kvant tune`
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  kvant tune --text book.txt --budget-bits 3.0
+  kvant tune --text book.txt --budget-bits 2.65,2.75,3.0,3.5 --out smollm2.toml    writes smollm2-2.65.toml and so on
+  kvant tune --text book.txt --budget-bits 2.75 --quick
+  kvant eval --text other.txt --kv tuned.toml                                      what the file really costs
+
+What was measured is kept in a state file after every layer; the same command goes on from there. Another budget costs
+nothing more. Score a tuned file on another text than it was calibrated on.")]
+pub struct TuneArgs {
+    /// Model: a name or a path to a .gguf file
+    #[arg(long, value_name = "MODEL", default_value = models::DEFAULT)]
+    pub model: String,
+    /// Text to calibrate on, UTF-8
+    #[arg(long, value_name = "FILE")]
+    pub text: PathBuf,
+    /// Bits of a packed element at most, scales and zeros included; several, comma-separated
+    #[arg(long, allow_negative_numbers = true, value_name = "B1,B2,..", required = true, value_delimiter = ',', value_parser = parse_bits)]
+    pub budget_bits: Vec<f64>,
+    /// Scheme file to write
+    #[arg(long, value_name = "FILE", default_value = "tuned.toml")]
+    pub out: PathBuf,
+    /// Everything but the bits: group_len, window, sinks, pages, fit and rotations of this scheme
+    #[arg(long, value_name = "SCHEME", default_value = "k2v2g64w128s4p512.mse.rotv")]
+    pub kv: String,
+    /// Measure fewer forms over fewer tokens and derive the others
+    #[arg(long)]
+    pub quick: bool,
+    /// Tokens to calibrate on [default: 1536, or 640 with --quick]
+    #[arg(long, allow_negative_numbers = true, value_name = "TOKENS", value_parser = parse_count)]
+    pub ctx: Option<usize>,
+    /// Chunks of so many tokens at the text's start to leave out
+    #[arg(long, allow_negative_numbers = true, value_name = "N", default_value_t = 0, value_parser = parse_skip)]
+    pub skip_chunks: usize,
+    /// File that keeps what was measured [default: beside --out]
+    #[arg(long, value_name = "FILE")]
+    pub state: Option<PathBuf>,
+    /// Where to run.
+    #[command(flatten)]
+    pub machine: Machine,
+    /// Print one JSON object on stdout
+    #[arg(long)]
+    pub json: bool,
+}
+
+fn parse_bits(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(x) if (1.0..=16.0).contains(&x) => Ok(x),
+        _ => Err("must be a number from 1 to 16".into()),
+    }
 }
 
 /// `kvant info`

@@ -13,7 +13,7 @@ pub const BAD_INPUT: u8 = 2;
 pub const PROOF_FAILED: u8 = 1;
 
 /// Commands and flags of the contract that are not there yet; named so that nobody takes them for a typing error.
-const NOT_BUILT: [&str; 3] = ["tune", "serve", "--random-weights"];
+const NOT_BUILT: [&str; 2] = ["serve", "--random-weights"];
 
 /// A failure with its hint and exit code.
 #[derive(Debug)]

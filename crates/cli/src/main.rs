@@ -11,6 +11,7 @@ mod rss;
 mod session;
 mod shape_text;
 mod table;
+mod text;
 mod units;
 
 use args::{Cli, Command};
@@ -38,6 +39,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Pull(args) => commands::pull::run(&args),
         Command::Roofline(args) => commands::roofline::run(&args),
         Command::Eval(args) => commands::eval::run(&args),
+        Command::Tune(args) => commands::tune::run(&args),
         Command::Info(args) => commands::info::run(&args),
         Command::Bench(args) => commands::bench::run(&args),
         Command::Generate(args) => commands::generate::run(&args),

@@ -31,6 +31,11 @@ pub fn locate(model: &str) -> Result<Located> {
 }
 
 impl Located {
+    /// Where it lies.
+    pub fn path(&self) -> &std::path::Path {
+        &self.path
+    }
+
     /// The model's tokenizer, without its weights.
     ///
     /// # Errors

@@ -51,6 +51,11 @@ impl LoadedModel {
         Ok(Self { model, tokenizer, chat })
     }
 
+    /// Its weights.
+    pub(crate) fn weights(&self) -> &Model {
+        &self.model
+    }
+
     /// The numbers of the model.
     pub fn config(&self) -> &Config {
         self.model.config()

@@ -21,6 +21,7 @@ mod sequence;
 pub mod specials;
 mod threads;
 pub mod tokenizer;
+pub mod tune;
 
 pub use chat::Message;
 pub use divergence::Distribution;
@@ -28,7 +29,7 @@ pub use engine::{DecodeTime, Engine, EngineOptions, Generation, LoadedModel};
 pub use error::Error;
 pub use forced::{EveryRow, Feed, Forced, OnBlock, OnLogits, StoredRows, Tape};
 pub use kvant_kv::Arm;
-pub use model::{Products, product_kernels};
+pub use model::{Basis, Products, product_kernels};
 pub use request::{Event, FinishReason, Outcome, Request};
 pub use sampler::Sampling;
 pub use schemes::{Schemes, load_schemes};

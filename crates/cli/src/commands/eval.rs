@@ -11,34 +11,21 @@ use super::check_kernel;
 use crate::args::EvalArgs;
 use crate::failure::{Failure, SCHEME_HINT};
 use crate::session::Located;
+use crate::text::{Text, check_ctx, read, tokens};
 use crate::{output, progress, rss, session};
 use anyhow::Result;
 use indicatif::ProgressBar;
 use kvant_engine::eval::{self, Contestant, Gate, Imitation, RIVALS, Settings};
 use kvant_engine::load_schemes;
 use kvant_engine::model::Config;
-use kvant_engine::tokenizer::Tokenizer;
 use report::Report;
-use sha2::{Digest, Sha256};
-use std::path::Path;
 use std::time::Instant;
-
-/// Fewest tokens of a chunk: a half of it then has positions with a token behind them.
-const SHORTEST: usize = 4;
-/// Bytes of a text that are read: what the tokenizer takes, with room to spare.
-const TEXT_BYTES: usize = 8 << 20;
 
 /// A cache on the command line.
 struct Entry {
     contestant: Contestant,
     /// Another program's format, not one of kvant's schemes.
     imitated: bool,
-}
-
-/// A text as tokens.
-struct Text {
-    sha256: String,
-    tokens: Vec<u32>,
 }
 
 /// Runs the command.
@@ -133,21 +120,6 @@ impl Drop for Bar {
     }
 }
 
-/// The text's bytes, which are UTF-8.
-fn read(path: &Path) -> Result<String, Failure> {
-    let no = |why: String| {
-        Failure::input(format!("cannot read the text {}: {why}", path.display()), "give --text a UTF-8 text file")
-    };
-    let bytes = std::fs::read(path).map_err(|e| no(e.to_string()))?;
-    String::from_utf8(bytes).map_err(|e| no(format!("byte {} is not UTF-8", e.utf8_error().valid_up_to())))
-}
-
-fn tokens(text: &str, tokenizer: &Tokenizer) -> Result<Text, Failure> {
-    let sha256 = Sha256::digest(text.as_bytes()).iter().map(|b| format!("{b:02x}")).collect();
-    let end = (0..=TEXT_BYTES.min(text.len())).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0);
-    Ok(Text { sha256, tokens: tokenizer.encode_text(&text[..end])? })
-}
-
 /// Caches of a comma-separated list, each once, in their order.
 fn entries(text: &str, config: &Config) -> Result<Vec<Entry>, Failure> {
     let mut entries: Vec<Entry> = Vec::new();
@@ -174,19 +146,6 @@ fn entries(text: &str, config: &Config) -> Result<Vec<Entry>, Failure> {
         entries.push(entry);
     }
     Ok(entries)
-}
-
-fn check_ctx(ctx: usize, config: &Config) -> Result<(), Failure> {
-    if ctx > config.context {
-        return Err(Failure::input(
-            format!("--ctx {ctx} is over the context of this model, which holds {} tokens", config.context),
-            "take a smaller --ctx",
-        ));
-    }
-    if ctx < SHORTEST {
-        return Err(Failure::input(format!("--ctx {ctx} is under {SHORTEST} tokens"), "take a larger --ctx"));
-    }
-    Ok(())
 }
 
 /// The base's logits of a chunk are the bulk of what an evaluation holds, f32 weights the rest.

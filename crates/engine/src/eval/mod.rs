@@ -20,6 +20,7 @@ pub use bits::{LENGTHS, WholeBits};
 pub use gate::{Exceeded, Gate};
 pub use imitation::{HeadRotation, Imitation, LlamaBlocks, RIVALS};
 pub use retrieval::{Cell, CellScore, Question, Retrieval, retrieve};
+pub(crate) use score::Base;
 pub use score::{Bucket, Figures};
 
 use crate::engine::{Engine, EngineOptions, LoadedModel};
@@ -27,7 +28,7 @@ use crate::forced::{Feed, Forced};
 use crate::schemes::Schemes;
 use crate::{Error, Pool};
 use kvant_kv::{Arm, RowCodec, Scheme};
-use score::{Base, RowScore};
+use score::RowScore;
 use std::ops::Range;
 use std::sync::Arc;
 

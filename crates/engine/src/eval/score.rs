@@ -11,7 +11,7 @@ use rayon::prelude::*;
 
 /// One position of one contestant.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct RowScore {
+pub(crate) struct RowScore {
     pub position: usize,
     pub nll: f64,
     pub kld: f64,
@@ -49,14 +49,14 @@ impl Summary {
 }
 
 /// Logits of the base over the scored positions of one chunk.
-pub(super) struct Base {
+pub(crate) struct Base {
     vocabulary: usize,
     logits: Vec<f32>,
     summaries: Vec<Summary>,
 }
 
 impl Base {
-    pub(super) fn new(vocabulary: usize) -> Self {
+    pub(crate) fn new(vocabulary: usize) -> Self {
         Self { vocabulary, logits: Vec::new(), summaries: Vec::new() }
     }
 
@@ -67,7 +67,7 @@ impl Base {
     }
 
     /// Keeps a block of rows whose first is at position `first`, and scores them.
-    pub(super) fn keep(&mut self, first: usize, logits: &[f32], chunk: &[u32]) -> Vec<RowScore> {
+    pub(crate) fn keep(&mut self, first: usize, logits: &[f32], chunk: &[u32]) -> Vec<RowScore> {
         self.logits.extend_from_slice(logits);
         let summaries: Vec<_> = logits.par_chunks_exact(self.vocabulary).map(Summary::of).collect();
         let rows = logits.chunks_exact(self.vocabulary).zip(&summaries).enumerate();
@@ -83,7 +83,7 @@ impl Base {
     }
 
     /// Scores a block of a contestant's rows: the first is at `position`, and its base is row `row` of those kept.
-    pub(super) fn compare(&self, row: usize, position: usize, logits: &[f32], chunk: &[u32]) -> Vec<RowScore> {
+    pub(crate) fn compare(&self, row: usize, position: usize, logits: &[f32], chunk: &[u32]) -> Vec<RowScore> {
         let v = self.vocabulary;
         let base = &self.logits[row * v..];
         let rows = logits.par_chunks_exact(v).zip(base.par_chunks_exact(v)).zip(&self.summaries[row..]).enumerate();

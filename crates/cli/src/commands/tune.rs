@@ -1,0 +1,274 @@
+//! `kvant tune`: bits by layer under a budget. In: a model, a calibration text, budgets; out: one scheme file per budget, which
+//! `--kv` reads everywhere. What was measured is kept beside them after every layer, so that a run that was stopped goes on
+//! where it was.
+//! NOT here: measuring and choosing (the engine's tune room), reading scheme files (the engine).
+
+use crate::args::TuneArgs;
+use crate::failure::{Failure, SCHEME_HINT};
+use crate::table::{Align, Table};
+use crate::{output, progress, session, text};
+use anyhow::Result;
+use kvant_engine::schemes::parse_layer;
+use kvant_engine::tune::{self, Allocation, FORMS, Form, QUICK_FORMS, Sensitivity, Session, Template};
+use kvant_engine::{Basis, Schemes};
+use kvant_kv::Scheme;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// What a state file is good for: costs measured under other words are not these.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Question {
+    model_sha256: String,
+    text_sha256: String,
+    ctx: usize,
+    chunk: usize,
+    template: String,
+}
+
+/// What is kept between runs.
+#[derive(Debug, Serialize, Deserialize)]
+struct State {
+    question: Question,
+    /// KL divergence by `layer form`.
+    costs: BTreeMap<String, f64>,
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    files: Vec<Tuned>,
+    template: String,
+    quick: bool,
+    measured: usize,
+    taken_from_state: usize,
+    seconds: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct Tuned {
+    path: PathBuf,
+    budget_bits: f64,
+    bits: f64,
+    expected_kld: f64,
+}
+
+/// Runs the command.
+pub fn run(args: &TuneArgs) -> Result<()> {
+    let threads = args.machine.threads()?;
+    let (scheme, basis) = parse_layer(&args.kv).map_err(Failure::from)?;
+    let Scheme::Packed(scheme) = scheme else {
+        let what = format!("--kv {} packs nothing, and tune chooses the bits of a packed scheme", args.kv);
+        return Err(Failure::input(what, SCHEME_HINT).into());
+    };
+    let template = Template { scheme, rotate_k: basis.rotate_k, rotate_v: basis.rotate_v };
+    let paths: Vec<PathBuf> = args.budget_bits.iter().map(|&bits| out_path(args, bits)).collect();
+    paths.iter().try_for_each(|path| output::check_page(path))?;
+    let text = text::read(&args.text)?;
+    let located = session::locate(&args.model)?;
+    let config = located.config.clone();
+    let (layers, head_dim) = (config.layers, config.shape.head_dim);
+    let params = scheme.bits_per_element(head_dim)
+        - (f64::from(scheme.k_bits()) * (1.0 + scheme.loud_channels(head_dim) as f64 / head_dim as f64)
+            + f64::from(scheme.v_bits()))
+            / 2.0;
+    for &bits in &args.budget_bits {
+        if bits < 2.0 + params {
+            let least = 2.0 + params;
+            let what =
+                format!("--budget-bits {bits} is below {least}, what 2-bit codes with their scales and zeros take");
+            return Err(Failure::input(what, format!("give at least {least}")).into());
+        }
+    }
+    let text = text::tokens(&text, &located.tokenizer()?)?;
+    let tokens = &text.tokens;
+    let ctx = args.ctx.unwrap_or(if args.quick { QUICK_CTX } else { CTX });
+    text::check_ctx(ctx, &config)?;
+    let Some(chunk) = tokens.chunks_exact(ctx).nth(args.skip_chunks) else {
+        let fit = tokens.len() / ctx;
+        let what = format!("{} has {} tokens, so {fit} chunks of {ctx}", args.text.display(), tokens.len());
+        return Err(Failure::input(what, "give a longer --text, or a smaller --ctx or --skip-chunks").into());
+    };
+    let question = Question {
+        model_sha256: text::sha256_of(located.path())?,
+        text_sha256: text.sha256.clone(),
+        ctx,
+        chunk: args.skip_chunks,
+        template: template_text(&template),
+    };
+    let state_path = args.state.clone().unwrap_or_else(|| args.out.with_extension("state.json"));
+    let mut costs = read_state(&state_path, &question)?;
+
+    let started = Instant::now();
+    let forms: &[Form] = if args.quick { &QUICK_FORMS } else { &FORMS };
+    let todo: Vec<(usize, Form)> = (0..layers).flat_map(|layer| forms.iter().map(move |&form| (layer, form))).collect();
+    let todo: Vec<_> = todo.into_iter().filter(|key| !costs.contains_key(key)).collect();
+    let taken_from_state = costs.len();
+    let model = session::load(&located, threads)?;
+    let mut session = Session::new(model, chunk.to_vec(), threads).map_err(Failure::from)?;
+    // A layer near the end has fewer layers behind it to run.
+    let work = |layer: usize| (layers - layer) as u64 + 2;
+    let bar = progress::percent("measure layers");
+    bar.set_length(todo.iter().map(|&(layer, _)| work(layer)).sum());
+    for (i, &(layer, form)) in todo.iter().enumerate() {
+        costs.insert((layer, form), session.measure(layer, form, &template).map_err(Failure::from)?);
+        bar.inc(work(layer));
+        if todo.get(i + 1).is_none_or(|next| next.0 != layer) {
+            write_state(&state_path, &question, &costs)?;
+        }
+    }
+    bar.finish_and_clear();
+
+    let all = tune::complete(&costs, layers, head_dim);
+    let mut files = Vec::new();
+    for (&budget, path) in args.budget_bits.iter().zip(&paths) {
+        let Some(chosen) = tune::allocate(&all, layers, head_dim, budget - params) else {
+            let what = "a layer's cost is no number: its divergence from f16 cannot be told".to_string();
+            return Err(Failure::input(what, "give another --text").into());
+        };
+        let schemes = schemes(&template, &chosen, session.ranked())?;
+        let tuned = Tuned {
+            path: path.clone(),
+            budget_bits: budget,
+            bits: schemes.layers().iter().map(|s| s.bits_per_element(head_dim)).sum::<f64>() / layers as f64,
+            expected_kld: chosen.expected,
+        };
+        output::page(path, &scheme_file(args, &question, &tuned, &schemes))?;
+        files.push(tuned);
+    }
+    let report = Report {
+        files,
+        template: question.template,
+        quick: args.quick,
+        measured: todo.len(),
+        taken_from_state,
+        seconds: started.elapsed().as_secs_f64(),
+    };
+    if args.json { output::json(&report) } else { output::text("the table", &render(&report)) }
+}
+
+/// Tokens that a form's cost is measured over: half of them are compared.
+const CTX: usize = 1536;
+/// The same of the quick way.
+const QUICK_CTX: usize = 640;
+
+/// Where the file of a budget goes: `--out`, with the bits in its name when there are several.
+fn out_path(args: &TuneArgs, bits: f64) -> PathBuf {
+    if args.budget_bits.len() == 1 {
+        return args.out.clone();
+    }
+    let stem = args.out.file_stem().unwrap_or_default().to_string_lossy();
+    args.out.with_file_name(format!("{stem}-{bits}.toml"))
+}
+
+fn template_text(template: &Template) -> String {
+    let basis = Basis { rotate_k: template.rotate_k, rotate_v: template.rotate_v, key_order: None };
+    Schemes::of_parts(vec![(Scheme::Packed(template.scheme), basis)]).text(0)
+}
+
+fn schemes(template: &Template, chosen: &Allocation, ranked: &[Vec<Vec<u16>>]) -> Result<Schemes, Failure> {
+    let layers = chosen.layers.iter().zip(ranked);
+    let parts = layers.map(|(&(k, v), ranked)| template.layer(k, v, ranked)).collect::<Result<Vec<_>, _>>();
+    Ok(Schemes::of_parts(parts.map_err(Failure::from)?))
+}
+
+/// The file that `--kv` reads.
+fn scheme_file(args: &TuneArgs, question: &Question, tuned: &Tuned, schemes: &Schemes) -> String {
+    let mut text = format!(
+        "# Written by `kvant tune` {}: at most {} bits per packed element, {:.4} used.\n\
+         # Model {} (sha256 {}), calibrated on chunk {} of {} tokens of a text (sha256 {}){}.\n\
+         # Sum of the layers' divergences from f16 there: {:.5} nats.\n[layers]\n",
+        env!("CARGO_PKG_VERSION"),
+        tuned.budget_bits,
+        tuned.bits,
+        Path::new(&args.model).file_name().unwrap_or_default().to_string_lossy(),
+        question.model_sha256,
+        question.chunk,
+        question.ctx,
+        question.text_sha256,
+        if args.quick { ", the quick way" } else { "" },
+        tuned.expected_kld,
+    );
+    for layer in 0..schemes.layers().len() {
+        let _ = writeln!(text, "{layer} = \"{}\"", schemes.text(layer));
+    }
+    text.push_str("[loud]\n");
+    for (layer, basis) in schemes.bases().iter().enumerate() {
+        if let Some(heads) = &basis.key_order {
+            let _ = writeln!(text, "{layer} = {heads:?}");
+        }
+    }
+    text
+}
+
+fn key_text((layer, form): &(usize, Form)) -> String {
+    format!("{layer} {form}")
+}
+
+/// Costs that an earlier run of the same question measured.
+fn read_state(path: &Path, question: &Question) -> Result<Sensitivity, Failure> {
+    let text = match fs::read_to_string(path) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Sensitivity::new()),
+        Err(e) => {
+            let what = format!("cannot read the state file {}: {e}", path.display());
+            return Err(Failure::input(what, "name another one with --state"));
+        }
+        Ok(text) => text,
+    };
+    let hint = "remove it to measure anew, or name another one with --state";
+    let state: State = serde_json::from_str(&text)
+        .map_err(|e| Failure::input(format!("{} is no state of `kvant tune`: {e}", path.display()), hint))?;
+    if state.question != *question {
+        let what = format!("{} was measured with another model, text, ctx, chunk or --kv", path.display());
+        return Err(Failure::input(what, hint));
+    }
+    let mut costs = Sensitivity::new();
+    for (key, cost) in state.costs {
+        let known = key
+            .split_once(' ')
+            .and_then(|(layer, form)| Some((layer.parse().ok()?, FORMS.into_iter().find(|f| f.to_string() == form)?)));
+        let Some(known) = known else {
+            return Err(Failure::input(format!("{} has an unknown entry `{key}`", path.display()), hint));
+        };
+        costs.insert(known, cost);
+    }
+    Ok(costs)
+}
+
+/// Writes beside and renames: a run stopped while it writes leaves the old file.
+fn write_state(path: &Path, question: &Question, costs: &Sensitivity) -> Result<()> {
+    let state = State { question: question.clone(), costs: costs.iter().map(|(key, &x)| (key_text(key), x)).collect() };
+    let beside = path.with_extension("partial");
+    output::page(&beside, &serde_json::to_string_pretty(&state)?)?;
+    fs::rename(&beside, path).map_err(|e| {
+        let what = format!("cannot write the state file {}: {e}", path.display());
+        Failure::input(what, "name another one with --state")
+    })?;
+    Ok(())
+}
+
+fn render(report: &Report) -> String {
+    let mut table = Table::new([
+        ("file", Align::Left),
+        ("budget", Align::Right),
+        ("bits", Align::Right),
+        ("sum of KLD", Align::Right),
+    ]);
+    for t in &report.files {
+        table.row(vec![
+            t.path.display().to_string(),
+            t.budget_bits.to_string(),
+            format!("{:.4}", t.bits),
+            format!("{:.5}", t.expected_kld),
+        ]);
+    }
+    format!(
+        "{} forms measured, {} taken from the state file, {:.0} s\n\n{}\n`kvant eval --kv FILE` says what each really costs, on a text of its own.\n",
+        report.measured,
+        report.taken_from_state,
+        report.seconds,
+        table.render()
+    )
+}
