@@ -165,9 +165,10 @@ impl Report {
         let skipped =
             if self.skip_chunks > 0 { format!(" behind {} left out", self.skip_chunks) } else { String::new() };
         format!(
-            "{}, {} chunks of {} tokens{skipped}, {} positions scored ({}), products {}, kernel {}, {} threads",
+            "{}, {} chunk{} of {} tokens{skipped}, {} positions scored ({}), products {}, kernel {}, {} threads",
             self.text.path,
             self.chunks,
+            if self.chunks == 1 { "" } else { "s" },
             self.ctx,
             self.base.figures.positions,
             name_of(&self.score),
