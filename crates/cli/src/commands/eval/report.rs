@@ -187,7 +187,7 @@ impl Report {
 /// A divergence with three digits, whatever its size.
 pub(super) fn nats(kld: f64) -> String {
     match kld {
-        k if k == 0.0 => "0".into(),
+        0.0 => "0".into(),
         k if k.abs() < 1e-4 => format!("{k:.2e}"),
         k => format!("{k:.5}"),
     }
