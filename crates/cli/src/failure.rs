@@ -161,7 +161,7 @@ impl From<kvant_engine::Error> for Failure {
 }
 
 /// What a scheme looks like, for every message about one.
-pub const SCHEME_HINT: &str = "a scheme is f16, bf16 or like k4v4g64w128s4p512: key bits, value bits (2, 3, 4, 8), \
+pub const SCHEME_HINT: &str = "a scheme is safe, balanced, small, f16, bf16 or like k4v4g64w128s4p512: key bits, value bits (2, 3, 4, 8), \
      group_len (32, 64, 128), then optionally window_len, sinks, page_len, then .mse or .ls, .rotk, .rotv";
 
 #[cfg(test)]

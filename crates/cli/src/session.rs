@@ -3,7 +3,7 @@
 
 use crate::args::ArmName;
 use crate::failure::{Failure, SCHEME_HINT};
-use crate::{models, progress};
+use crate::{models, output, progress};
 use anyhow::Result;
 use kvant_engine::gguf::Gguf;
 use kvant_engine::model::Config;
@@ -84,6 +84,9 @@ fn load_under(
     Ok(Arc::new(loaded.map_err(Failure::from)?))
 }
 
+/// The preset that costs accuracy one should know of.
+const SMALL: &str = kvant_engine::presets::PRESETS[2].name;
+
 /// The schemes and arm of a command that takes both: the default of each follows the other, contradictions are errors.
 ///
 /// # Errors
@@ -94,6 +97,11 @@ pub fn schemes_and_arm(kv: Option<&str>, arm: Option<ArmName>, layers: usize) ->
         _ => crate::args::DEFAULT_SCHEME,
     });
     let schemes = load_schemes(text, layers).map_err(Failure::from)?;
+    if text == SMALL {
+        output::note(
+            "warning: the preset small gives other answers than f16 often enough to notice; docs/accuracy.md says how often",
+        );
+    }
     let all = |arm: Arm| schemes.layers().iter().all(|s| Arm::of(*s) == arm);
     let plain = schemes.layers().iter().all(|s| s.packed().is_none());
     let arm = match arm {
@@ -180,7 +188,8 @@ mod tests {
     #[test]
     fn scheme_and_arm_follow_each_other() {
         let pick = |kv, arm| schemes_and_arm(kv, arm, 2).map(|(s, a)| (s.to_string(), a));
-        assert_eq!(pick(None, None).unwrap(), ("k4v4g64w128s4p512".into(), Arm::Fused));
+        assert_eq!(pick(None, None).unwrap(), ("k4v4g64w128s4p512.ls.rotk.rotv".into(), Arm::Fused));
+        assert_eq!(pick(Some("safe"), None).unwrap(), ("k8v8g64w128s4p512".into(), Arm::Fused));
         assert_eq!(pick(Some("f16"), None).unwrap(), ("f16".into(), Arm::F16));
         assert_eq!(pick(None, Some(ArmName::F16)).unwrap(), ("f16".into(), Arm::F16));
         assert_eq!(pick(Some("k2v2g32"), Some(ArmName::DequantOnce)).unwrap(), ("k2v2g32".into(), Arm::DequantOnce));

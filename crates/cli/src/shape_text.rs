@@ -2,6 +2,7 @@
 //! and schemes. NOT here: which shapes kernels take (kvant-kv).
 
 use crate::failure::{Failure, SCHEME_HINT};
+use kvant_engine::schemes::parse_layer;
 use kvant_kv::{LayerShape, Scheme};
 use std::collections::BTreeMap;
 
@@ -43,11 +44,12 @@ pub fn layer_shape(q_heads: usize, kv_heads: usize, head_dim: usize) -> Result<L
         .map_err(|e| Failure::input(e, "head_dim is 64, 80, 96, 128 or 256, and q_heads is kv_heads times 1 to 16"))
 }
 
-/// Schemes of a comma-separated list, each once, in their order.
+/// Schemes and presets of a comma-separated list, each once, in their order. Rotations are left out: no operation of the
+/// cache knows of them, a model turns its rows before.
 pub fn schemes(text: &str) -> Result<Vec<Scheme>, Failure> {
     let mut schemes = Vec::new();
     for part in text.split(',') {
-        let scheme: Scheme = part.trim().parse()?;
+        let (scheme, _) = parse_layer(part.trim())?;
         if schemes.contains(&scheme) {
             return Err(Failure::input(format!("scheme {scheme} appears twice in `{text}`"), SCHEME_HINT));
         }

@@ -10,14 +10,14 @@ use std::path::Path;
 
 /// Fewest tokens of a chunk: a half of it then has positions with a token behind them.
 const SHORTEST: usize = 4;
-/// Bytes of a text that are read: what the tokenizer takes, with room to spare.
-const TEXT_BYTES: usize = 8 << 20;
+/// Bytes of a text that are read: the tokenizer takes a million tokens, and few texts have less than 3 bytes a token.
+const TEXT_BYTES: usize = 3 << 20;
 
 /// A text as tokens.
 pub struct Text {
     /// Of the whole file.
     pub sha256: String,
-    /// Of its first 8 MiB.
+    /// Of its first 3 MiB.
     pub tokens: Vec<u32>,
 }
 

@@ -122,7 +122,7 @@ pub struct Engine {
     next_request: usize,
     pub(crate) tape: Option<Tape>,
     imitation: Option<Arc<dyn RowCodec>>,
-    pub(crate) every_row: Option<EveryRow>,
+    every_row: Option<EveryRow>,
     logits: Vec<f32>,
     decode: DecodeTime,
 }

@@ -84,6 +84,12 @@ pub enum Error {
         /// What it said.
         why: String,
     },
+    /// Questions about a text that cannot be made.
+    #[error("{why}")]
+    Retrieval {
+        /// What is missing.
+        why: String,
+    },
     /// A prompt too large to be split into tokens.
     #[error("a prompt of {bytes} bytes is too large: the tokenizer takes {most} at most")]
     PromptTooLarge {

@@ -13,6 +13,7 @@ pub mod eval;
 mod forced;
 pub mod gguf;
 pub mod model;
+pub mod presets;
 pub mod request;
 pub mod sampler;
 pub mod scheduler;

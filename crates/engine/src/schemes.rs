@@ -20,6 +20,7 @@
 
 use crate::Error;
 use crate::model::{Basis, order_with_first};
+use crate::presets;
 use kvant_kv::{LayerShape, Scheme};
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -121,11 +122,12 @@ const ROTATE_K: &str = ".rotk";
 /// What follows it when values are.
 const ROTATE_V: &str = ".rotv";
 
-/// A scheme and its rotations from text such as `k4v4g64w128s4.mse.rotk.rotv`.
+/// A scheme and its rotations from text such as `k4v4g64w128s4.mse.rotk.rotv`, or a preset's name.
 ///
 /// # Errors
 /// [`kvant_kv::SchemeError`].
 pub fn parse_layer(text: &str) -> Result<(Scheme, Basis), kvant_kv::SchemeError> {
+    let text = presets::find(text).map_or(text, |preset| preset.scheme);
     let (rest, rotate_v) = text.strip_suffix(ROTATE_V).map_or((text, false), |rest| (rest, true));
     let (rest, rotate_k) = rest.strip_suffix(ROTATE_K).map_or((rest, false), |rest| (rest, true));
     let named = |e: kvant_kv::SchemeError| kvant_kv::SchemeError { text: text.to_string(), ..e };
@@ -167,19 +169,39 @@ struct File {
     loud: BTreeMap<String, Spanned<Vec<Vec<u16>>>>,
 }
 
-/// Reads a scheme (`k4v4g64w128s4p512`, `k4v4g64.mse.rotv`, `f16`, `bf16`) or, when the text ends in `.toml`, a scheme file.
+/// Reads a scheme (`k4v4g64w128s4p512`, `k4v4g64.mse.rotv`, `f16`, `bf16`), a preset (`balanced`) or, when the text ends in `.toml`, a scheme file.
 ///
 /// # Errors
 /// [`Error::Kv`] for an unknown scheme in place of a file, [`Error::Read`] and [`Error::SchemeFile`] for a file.
 pub fn load_schemes(text_or_path: &str, layers: usize) -> Result<Schemes, Error> {
-    let path = Path::new(text_or_path);
-    if path.extension().is_none_or(|e| e != "toml") {
+    if !is_file(text_or_path) {
         let layer = parse_layer(text_or_path).map_err(kvant_kv::Error::from)?;
         return Ok(Schemes::of_parts(vec![layer; layers]));
     }
+    let path = Path::new(text_or_path);
+    let text = read(path)?;
+    parse_file(&text, layers).map(Schemes::of_parts).map_err(|why| Error::SchemeFile { path: path.into(), why })
+}
+
+/// Whether what was given names a scheme file.
+pub fn is_file(text_or_path: &str) -> bool {
+    Path::new(text_or_path).extension().is_some_and(|e| e == "toml")
+}
+
+/// Layers that a scheme file names: as many as the model it was written for has, when it names all of them.
+///
+/// # Errors
+/// [`Error::Read`] and [`Error::SchemeFile`], also when it names none.
+pub fn layers_named(path: &Path) -> Result<usize, Error> {
+    let no = |why: String| Error::SchemeFile { path: path.into(), why };
+    let file: File = toml::from_str(&read(path)?).map_err(|e| no(e.message().to_owned()))?;
+    let last = file.layers.keys().filter_map(|name| name.rsplit('-').next()?.trim().parse::<usize>().ok()).max();
+    last.map(|last| last + 1).ok_or_else(|| no("it names no layers, so nothing says how many there are".into()))
+}
+
+fn read(path: &Path) -> Result<String, Error> {
     let text = std::fs::read_to_string(path).map_err(|e| Error::Read { path: path.into(), why: e.to_string() })?;
-    let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
-    parse_file(text, layers).map(Schemes::of_parts).map_err(|why| Error::SchemeFile { path: path.into(), why })
+    Ok(text.strip_prefix('\u{feff}').unwrap_or(&text).to_owned())
 }
 
 /// One scheme and basis per layer from the text of a scheme file; Err says what is wrong and in which line.

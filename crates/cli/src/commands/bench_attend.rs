@@ -4,10 +4,11 @@
 
 use super::check_kernel;
 use crate::args::AttendArgs;
-use crate::failure::Failure;
+use crate::failure::{Failure, SCHEME_HINT};
 use crate::table::{Align, Table};
 use crate::{output, progress, rss, shape_text, units};
 use anyhow::Result;
+use kvant_engine::schemes::{is_file, layers_named, load_schemes};
 use kvant_kv::attend::reference::{attend_cache_f64, relative_error};
 use kvant_kv::{Arm, AttendOptions, Attention, Cache, LayerConfig, LayerShape, Rows, Scheme};
 use kvant_roofline::cost::resident_bytes;
@@ -15,6 +16,7 @@ use kvant_roofline::timer::{self, Contestant, Timing};
 use kvant_roofline::{Cost, Reader};
 use serde::Serialize;
 use std::cell::RefCell;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Tokens appended at a time while a cache is filled.
@@ -59,12 +61,37 @@ pub fn run(args: &AttendArgs) -> Result<()> {
     if args.json { output::json(&report) } else { output::text("the table", &render(&report)) }
 }
 
-/// One scheme's cache: `copies` times a batch of sequences.
+/// One cache: `copies` times a batch of sequences. A scheme's has one layer; that of a scheme file has all layers of the
+/// file, and what is timed is one pass over them.
 struct Subject {
-    scheme: Scheme,
+    name: String,
+    layers: Vec<Scheme>,
     cache: Cache,
     copies: Vec<Vec<Rows>>,
+    /// Of all layers.
     bytes: usize,
+}
+
+/// What `--kv` names: a scheme's text, or a file's path, with the schemes of its layers.
+type Named = (String, Vec<Scheme>);
+
+/// The items of a list, each once, in their order.
+fn named(text: &str) -> Result<Vec<Named>, Failure> {
+    let mut all: Vec<Named> = Vec::new();
+    for part in text.split(',').map(str::trim) {
+        let (name, layers) = if is_file(part) {
+            let layers = load_schemes(part, layers_named(Path::new(part))?)?;
+            (part.to_string(), layers.layers().to_vec())
+        } else {
+            let scheme = shape_text::schemes(part)?[0];
+            (scheme.to_string(), vec![scheme])
+        };
+        if all.iter().any(|(n, _)| *n == name) {
+            return Err(Failure::input(format!("{name} appears twice in `{text}`"), SCHEME_HINT));
+        }
+        all.push((name, layers));
+    }
+    Ok(all)
 }
 
 /// Measures everything.
@@ -77,18 +104,20 @@ pub fn measure(args: &AttendArgs) -> Result<Report> {
     let [batch, q, kv, d, kv_len] =
         shape_text::parts(&args.shape, ["b", "q", "kv", "d", "s"], "b=1,q=32,kv=8,d=128,s=16384")?;
     let shape = shape_text::layer_shape(q, kv, d)?;
-    let asked = shape_text::schemes(&args.kv)?;
+    let asked = named(&args.kv)?;
     // The control always runs, whether or not it is asked for; it is a row only when it is.
-    let mut schemes = vec![Scheme::F16];
-    schemes.extend(asked.iter().filter(|s| **s != Scheme::F16));
+    let control = (Scheme::F16.to_string(), vec![Scheme::F16]);
+    let wants_control = asked.contains(&control);
+    let mut all = vec![control.clone()];
+    all.extend(asked.into_iter().filter(|named| *named != control));
 
-    check_memory(&schemes, shape, batch, kv_len, args.hot)?;
+    check_memory(&all, shape, batch, kv_len, args.hot)?;
     let attention = RefCell::new(Attention::new(threads, args.kernel.as_deref()).map_err(Failure::from)?);
     let rows = Inputs::new(shape, batch, kv_len);
     let mut subjects = Vec::new();
-    for &scheme in &schemes {
-        let wheel = progress::wheel(&format!("fill the caches of {scheme}"));
-        subjects.push(Subject::fill(scheme, shape, batch, kv_len, args.hot, &rows)?);
+    for named in all {
+        let wheel = progress::wheel(&format!("fill the caches of {}", named.0));
+        subjects.push(Subject::fill(named, shape, batch, kv_len, args.hot, &rows)?);
         wheel.finish_and_clear();
     }
     let errors = subjects
@@ -97,14 +126,14 @@ pub fn measure(args: &AttendArgs) -> Result<Report> {
         .collect::<Result<Vec<_>>>()?;
     for (subject, error) in subjects.iter().zip(&errors) {
         // Asked this way round, NaN fails too.
-        let tolerance = attention.borrow().tolerance(subject.scheme.packed().is_some());
+        let tolerance = attention.borrow().tolerance(subject.layers.iter().any(|s| s.packed().is_some()));
         let holds = *error <= tolerance;
         if !holds {
             return Err(Failure::proof(
                 format!(
                     "kernel {} is wrong on {}: relative error {error:.1e}",
                     attention.borrow().kernel(),
-                    subject.scheme
+                    subject.name
                 ),
                 format!("its tolerance is {tolerance:.0e}; nothing was timed"),
             )
@@ -118,24 +147,26 @@ pub fn measure(args: &AttendArgs) -> Result<Report> {
 
     let kernel = attention.borrow().kernel();
     let f16_median = timings[0].0.median_ns as f64;
-    let report_rows = subjects.iter().zip(&timings).zip(&errors).filter(|((s, _), _)| asked.contains(&s.scheme));
+    let report_rows = subjects.iter().zip(&timings).zip(&errors).skip(usize::from(!wants_control));
     let rows = report_rows
         .map(|((subject, (attend, read)), &rel_err)| {
             // Bandwidths compare minimum with minimum: what either reaches when nothing disturbs it.
             let gbps = subject.bytes as f64 / attend.min_ns as f64;
             let read_gbps = subject.bytes as f64 / read.min_ns as f64;
             let (pct_of_read, read_unreliable) = share_of_read(gbps, read_gbps);
+            // Of one layer: a scheme file's pass has many.
+            let layers = subject.layers.len() as u64;
             Row {
-                scheme: subject.scheme.to_string(),
+                scheme: subject.name.clone(),
                 kernel,
-                min_ns: attend.min_ns,
-                median_ns: attend.median_ns,
-                bytes: subject.bytes,
+                min_ns: attend.min_ns / layers,
+                median_ns: attend.median_ns / layers,
+                bytes: subject.bytes / subject.layers.len(),
                 gbps,
                 read_gbps,
                 pct_of_read,
                 read_unreliable,
-                vs_f16: f16_median / attend.median_ns as f64,
+                vs_f16: f16_median * layers as f64 / attend.median_ns as f64,
                 rel_err,
             }
         })
@@ -156,7 +187,7 @@ fn share_of_read(gbps: f64, read_gbps: f64) -> (f64, bool) {
 const SEQUENCE_BYTES: f64 = 1024.0;
 
 /// Refuses what would not fit, before anything is allocated.
-fn check_memory(schemes: &[Scheme], shape: LayerShape, batch: usize, kv_len: usize, hot: bool) -> Result<(), Failure> {
+fn check_memory(schemes: &[Named], shape: LayerShape, batch: usize, kv_len: usize, hot: bool) -> Result<(), Failure> {
     let need = needed_bytes(schemes, shape, batch, kv_len, hot);
     match rss::machine_memory_bytes() {
         Some((available, _)) if need > available as f64 => Err(Failure::input(
@@ -172,7 +203,7 @@ fn check_memory(schemes: &[Scheme], shape: LayerShape, batch: usize, kv_len: usi
 }
 
 /// About what all of it takes: inputs, outputs, every copy of every cache in whole blocks, and the reader's buffer.
-fn needed_bytes(schemes: &[Scheme], shape: LayerShape, batch: usize, kv_len: usize, hot: bool) -> f64 {
+fn needed_bytes(schemes: &[Named], shape: LayerShape, batch: usize, kv_len: usize, hot: bool) -> f64 {
     // In floating point: the parts of a shape go up to 2^30 each, their products beyond 64 bits.
     let (sequences, cold) = (batch as f64, timer::COLD_BYTES as f64);
     let token = (2 * shape.row_len()) as f64;
@@ -180,13 +211,14 @@ fn needed_bytes(schemes: &[Scheme], shape: LayerShape, batch: usize, kv_len: usi
     // Queries, an output per scheme, and the reference's in twice the width.
     let outputs = sequences * (shape.q_heads * shape.head_dim * size_of::<f32>()) as f64 * (schemes.len() + 4) as f64;
     let (mut caches, mut largest) = (0.0, 0.0f64);
-    for &scheme in schemes {
+    for (_, layers) in schemes {
         // No scheme takes more than f16 (and bf16). Where even one sequence of that is beyond 64 bits, its exact bytes are no matter.
         let bound = token * 2.0 * (kv_len as f64 + 2.0 * shape.head_dim as f64);
         let (read, held) = if bound < (1u64 << 60) as f64 {
-            (Cost::of(shape, scheme, kv_len).bytes() as f64, resident_bytes(shape, scheme, kv_len) as f64)
+            let sum = |bytes: &dyn Fn(Scheme) -> usize| layers.iter().map(|&scheme| bytes(scheme) as f64).sum::<f64>();
+            (sum(&|s| Cost::of(shape, s, kv_len).bytes()), sum(&|s| resident_bytes(shape, s, kv_len)))
         } else {
-            (bound, bound)
+            (bound * layers.len() as f64, bound * layers.len() as f64)
         };
         let copies = if hot { 1.0 } else { (cold / (sequences * read)).ceil().max(2.0) };
         caches += copies * sequences * (held + SEQUENCE_BYTES);
@@ -242,15 +274,17 @@ impl Random {
 
 impl Subject {
     fn fill(
-        scheme: Scheme,
+        (name, layers): Named,
         shape: LayerShape,
         batch: usize,
         kv_len: usize,
         hot: bool,
         inputs: &Inputs,
     ) -> Result<Self> {
-        let bytes = batch * Cost::of(shape, scheme, kv_len).bytes();
-        let mut cache = Cache::new(&[LayerConfig { shape, scheme }], Arm::of(scheme)).map_err(Failure::from)?;
+        let bytes = batch * layers.iter().map(|&scheme| Cost::of(shape, scheme, kv_len).bytes()).sum::<usize>();
+        let configs: Vec<_> = layers.iter().map(|&scheme| LayerConfig { shape, scheme }).collect();
+        let arm = if let [scheme] = layers[..] { Arm::of(scheme) } else { Arm::Fused };
+        let mut cache = Cache::new(&configs, arm).map_err(Failure::from)?;
         let mut copies = Vec::new();
         for _ in 0..timer::copies(bytes, hot) {
             let mut copy = Vec::new();
@@ -260,36 +294,50 @@ impl Subject {
                     let end = (start + APPEND_TOKENS).min(kv_len);
                     let span = start * shape.row_len()..end * shape.row_len();
                     let rows = [Rows { seq, rows: end - start }];
-                    cache.append(0, &rows, &inputs.k[span.clone()], &inputs.v[span]).map_err(Failure::from)?;
-                    cache.commit(0, &rows).map_err(Failure::from)?;
+                    for layer in 0..layers.len() {
+                        let (k, v) = (&inputs.k[span.clone()], &inputs.v[span.clone()]);
+                        cache.append(layer, &rows, k, v).map_err(Failure::from)?;
+                        cache.commit(layer, &rows).map_err(Failure::from)?;
+                    }
                 }
                 copy.push(Rows { seq, rows: 1 });
             }
             copies.push(copy);
         }
-        Ok(Self { scheme, cache, copies, bytes })
+        Ok(Self { name, layers, cache, copies, bytes })
     }
 
-    /// Attends the newest token of each sequence of a copy.
+    /// Attends the newest token of each sequence of a copy in one layer.
     fn attend(
         &self,
         attention: &mut Attention,
         copy: usize,
+        layer: usize,
         shape: LayerShape,
         q: &[f32],
         out: &mut [f32],
     ) -> Result<(), kvant_kv::Error> {
         let options = AttendOptions::new(shape.head_dim);
-        attention.attend(&self.cache, 0, &self.copies[copy], q, out, &options)
+        attention.attend(&self.cache, layer, &self.copies[copy], q, out, &options)
     }
 
-    /// Relative L2 distance between the kernel's output and the f64 reference over the same cache.
+    /// Relative L2 distance between the kernel's output and the f64 reference over the same cache: the worst of its schemes.
     fn relative_error(&self, attention: &mut Attention, shape: LayerShape, inputs: &Inputs) -> Result<f64> {
         let mut out = vec![0.0; inputs.q.len()];
-        self.attend(attention, 0, shape, &inputs.q, &mut out).map_err(Failure::from)?;
         let options = AttendOptions::new(shape.head_dim);
-        let exact = attend_cache_f64(&self.cache, 0, &self.copies[0], &inputs.q, &options).map_err(Failure::from)?;
-        Ok(relative_error(&out, &exact))
+        let mut worst = 0.0f64;
+        for (layer, scheme) in self.layers.iter().enumerate() {
+            if self.layers[..layer].contains(scheme) {
+                continue;
+            }
+            self.attend(attention, 0, layer, shape, &inputs.q, &mut out).map_err(Failure::from)?;
+            let rows = &self.copies[0];
+            let exact = attend_cache_f64(&self.cache, layer, rows, &inputs.q, &options).map_err(Failure::from)?;
+            let error = relative_error(&out, &exact);
+            // NaN stays: it fails every tolerance.
+            worst = if error > worst || error.is_nan() { error } else { worst };
+        }
+        Ok(worst)
     }
 }
 
@@ -309,7 +357,9 @@ fn time(
     for subject in subjects {
         let mut out = vec![0.0; inputs.q.len()];
         contestants.push(Contestant::new(subject.copies.len(), move |copy| {
-            subject.attend(&mut attention.borrow_mut(), copy, shape, &inputs.q, &mut out)
+            let attention = &mut attention.borrow_mut();
+            (0..subject.layers.len())
+                .try_for_each(|layer| subject.attend(attention, copy, layer, shape, &inputs.q, &mut out))
         }));
         let pieces = if args.hot { 1 } else { reader.pieces(subject.bytes) };
         let reader = &reader;
@@ -397,10 +447,11 @@ mod tests {
     #[test]
     fn shapes_beyond_memory_are_refused_without_overflow() {
         let shape = LayerShape::new(128, 8, 256).unwrap();
-        let e = check_memory(&[Scheme::F16], shape, 1 << 30, 1 << 30, false).unwrap_err();
+        let e = check_memory(&[(String::new(), vec![Scheme::F16])], shape, 1 << 30, 1 << 30, false).unwrap_err();
         assert!(e.what.contains("GB of memory"));
         // Three million sequences of one token: 768 MB of tokens, each in a block of 32.
-        let need = |hot| needed_bytes(&[Scheme::F16], LayerShape::new(1, 1, 64).unwrap(), 3_000_000, 1, hot);
+        let f16 = [(String::new(), vec![Scheme::F16])];
+        let need = |hot| needed_bytes(&f16, LayerShape::new(1, 1, 64).unwrap(), 3_000_000, 1, hot);
         assert!(need(true) > 3e6 * 32.0 * 256.0, "{}", need(true));
         assert!(need(false) > 2.0 * 3e6 * 32.0 * 256.0, "cold: two copies of it, {}", need(false));
     }

@@ -16,6 +16,7 @@ use crate::{output, progress, session, units};
 use anyhow::Result;
 use arm_process::ArmProcess;
 use kvant_engine::LoadedModel;
+use kvant_engine::schemes::parse_layer;
 use kvant_kv::{PackedScheme, Scheme};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -70,7 +71,7 @@ pub fn run(args: &DecodeArgs) -> Result<()> {
 }
 
 fn packed_scheme(text: &str) -> Result<PackedScheme, Failure> {
-    match text.parse()? {
+    match parse_layer(text)?.0 {
         Scheme::Packed(packed) => Ok(packed),
         plain @ (Scheme::F16 | Scheme::Bf16) => {
             Err(Failure::input(format!("--kv {plain} packs nothing; the f16 arm is always f16"), SCHEME_HINT))
@@ -159,7 +160,7 @@ fn measure(args: &DecodeArgs, model: &Located, scheme: &PackedScheme, threads: u
     let (proof, kernel) = {
         let model = session::load(model, threads)?;
         let prompts = requests(&model, most, args.prompt_len)?;
-        proof::prove(&model, scheme, args, threads, &prompts)?
+        proof::prove(&model, args, threads, &prompts)?
     };
     proof.print();
     proof.check()?;

@@ -55,8 +55,8 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     let threads = args.machine.threads()?;
     check_kernel(args.kernel.as_deref())?;
     let prompts = prompts(args)?;
-    if let Some(kv) = args.kv.as_deref().filter(|kv| !kv.ends_with(".toml")) {
-        session::schemes_and_arm(Some(kv), args.arm, 1)?;
+    if let Some(kv) = args.kv.as_deref().filter(|kv| !kvant_engine::schemes::is_file(kv)) {
+        kvant_engine::schemes::parse_layer(kv).map_err(Failure::from)?;
     }
     let located = session::locate(&args.model)?;
     let (schemes, arm) = session::schemes_and_arm(args.kv.as_deref(), args.arm, located.config.layers)?;

@@ -184,8 +184,10 @@ mod tests {
         let mut k: Vec<f32> = (0..32).map(|i| (i as f32 - 15.0) * 0.37).collect();
         let before = k.clone();
         LlamaBlocks::Q8_0.round_trip(32, &mut k, &mut []);
+        // Half a step, and 127 times what f16 loses of the scale.
         let step = 16.0 * 0.37 / 127.0;
-        assert!(before.iter().zip(&k).all(|(a, b)| (a - b).abs() <= 0.51 * step), "{k:?}");
+        let most = (0.5 + 127.0 / 2048.0) * step;
+        assert!(before.iter().zip(&k).all(|(a, b)| (a - b).abs() <= most), "{k:?}");
     }
 
     /// Gives back what it was given.

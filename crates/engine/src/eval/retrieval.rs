@@ -89,7 +89,7 @@ impl Retrieval {
     /// The questions, the same for the same seed, tokenizer and filler.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] when the tokenizer has fewer than 20 of the words as single tokens, or a length leaves no room
+    /// [`Error::Retrieval`] when the tokenizer has fewer than 20 of the words as single tokens, or a length leaves no room
     /// for fact and question.
     pub fn questions(&self, tokenizer: &Tokenizer, filler: &[u32]) -> Result<Vec<Question>, Error> {
         let mut words = Vec::new();
@@ -99,8 +99,9 @@ impl Retrieval {
             }
         }
         if words.len() < CHOICES {
-            let why = format!("{} of the words are single tokens, and the test takes {CHOICES}", words.len());
-            return Err(Error::Tokenizer { why });
+            let why =
+                format!("{} of the answers are single tokens of this tokenizer, and {CHOICES} are needed", words.len());
+            return Err(Error::Retrieval { why });
         }
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
         let mut questions = Vec::new();
@@ -128,7 +129,7 @@ impl Retrieval {
                             fact.len() + ask.len(),
                             filler.len()
                         );
-                        return Err(Error::Tokenizer { why });
+                        return Err(Error::Retrieval { why });
                     };
                     let start = rng.random_range(0..=filler.len() - room);
                     let (before, behind) = filler[start..start + room].split_at(room * depth / 100);

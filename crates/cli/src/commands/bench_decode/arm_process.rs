@@ -7,8 +7,7 @@ use crate::failure::Failure;
 use crate::session::Located;
 use crate::{rss, session};
 use anyhow::{Context, Result};
-use kvant_engine::{Event, Request, Schemes};
-use kvant_kv::Scheme;
+use kvant_engine::{Event, Request, load_schemes};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -134,8 +133,7 @@ pub fn serve(args: &DecodeArgs, model: &Located, threads: usize) -> Result<()> {
         anyhow::bail!("an arm's process needs one arm and one batch");
     };
     let model = session::load_silently(model, threads)?;
-    let scheme: Scheme = args.kv.parse().map_err(Failure::from)?;
-    let schemes = Schemes::uniform(scheme, model.config().layers);
+    let schemes = load_schemes(&args.kv, model.config().layers).map_err(Failure::from)?;
     let mut engine = session::engine(&model, threads, args.kernel.as_deref(), arm.arm(), schemes)?;
     let mut ttft_ms = Vec::new();
     for prompt in super::requests(&model, batch, args.prompt_len)? {

@@ -10,8 +10,7 @@ use crate::failure::Failure;
 use crate::output::note;
 use crate::{progress, session};
 use anyhow::Result;
-use kvant_engine::{Distribution, Engine, Feed, Forced, LoadedModel, Request, Schemes, Tape};
-use kvant_kv::{PackedScheme, Scheme};
+use kvant_engine::{Distribution, Engine, Feed, Forced, LoadedModel, Request, Tape, load_schemes};
 use serde::Serialize;
 use std::ops::ControlFlow::Continue;
 use std::sync::Arc;
@@ -70,7 +69,6 @@ struct Difference {
 /// What the engine refuses.
 pub fn prove(
     model: &Arc<LoadedModel>,
-    scheme: &PackedScheme,
     args: &DecodeArgs,
     threads: usize,
     prompts: &[Vec<u32>],
@@ -78,7 +76,7 @@ pub fn prove(
     let arms: Vec<ArmName> = [ArmName::F16].into_iter().filter(|a| args.arms.contains(a)).chain(AGREEING).collect();
     let mut engines = Vec::new();
     for arm in &arms {
-        let schemes = Schemes::uniform(Scheme::Packed(*scheme), model.config().layers);
+        let schemes = load_schemes(&args.kv, model.config().layers).map_err(Failure::from)?;
         engines.push(session::engine(model, threads, args.kernel.as_deref(), arm.arm(), schemes)?);
     }
     let kernel = engines[0].kernel().to_string();

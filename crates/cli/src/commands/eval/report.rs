@@ -165,9 +165,10 @@ impl Report {
         let skipped =
             if self.skip_chunks > 0 { format!(" behind {} left out", self.skip_chunks) } else { String::new() };
         format!(
-            "{}, {} chunks of {} tokens{skipped}, {} positions scored ({}), products {}, kernel {}, {} threads",
+            "{}, {} chunk{} of {} tokens{skipped}, {} positions scored ({}), products {}, kernel {}, {} threads",
             self.text.path,
             self.chunks,
+            if self.chunks == 1 { "" } else { "s" },
             self.ctx,
             self.base.figures.positions,
             name_of(&self.score),
@@ -186,7 +187,7 @@ impl Report {
 /// A divergence with three digits, whatever its size.
 pub(super) fn nats(kld: f64) -> String {
     match kld {
-        k if k == 0.0 => "0".into(),
+        0.0 => "0".into(),
         k if k.abs() < 1e-4 => format!("{k:.2e}"),
         k => format!("{k:.5}"),
     }
