@@ -150,7 +150,7 @@ pub fn run(args: &TuneArgs) -> Result<()> {
 }
 
 /// Tokens that a form's cost is measured over: half of them are compared.
-const CTX: usize = 1536;
+const CTX: usize = 1024;
 /// The same of the quick way.
 const QUICK_CTX: usize = 640;
 

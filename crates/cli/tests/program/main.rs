@@ -11,3 +11,4 @@ mod pulling;
 mod roofline;
 mod run;
 mod streams;
+mod tuning;

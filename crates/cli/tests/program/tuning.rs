@@ -1,0 +1,86 @@
+//! `kvant tune` with the real model: files that every command reads, a state that is taken up again, what it refuses. The
+//! quick way over very few tokens, so that it is fast in a test build; how good its choices are is for the engine's tests.
+
+use crate::run::{Run, kvant};
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+
+const TEXT: &str = concat!(include_str!("../../../../demo/3-recipe.txt"), include_str!("../../../../demo/2-letter.txt"));
+
+fn tune(folder: &Path, more: &[&str]) -> Run {
+    let (text, out) = (folder.join("text.txt"), folder.join("tuned.toml"));
+    fs::write(&text, TEXT).unwrap();
+    let words = ["tune", "--text", text.to_str().unwrap(), "--out", out.to_str().unwrap()];
+    kvant(words.iter().chain(more))
+}
+
+#[test]
+fn a_budget_becomes_a_file_that_commands_read_and_another_budget_costs_nothing_more() {
+    let folder = tempfile::tempdir().unwrap();
+    let quick = ["--quick", "--ctx", "64", "--kv", "k2v2g32.mse.rotv", "--json"];
+    let run = tune(folder.path(), &[&quick[..], &["--budget-bits", "3.25,3.75"]].concat());
+    assert_eq!(run.code, Some(0), "{run:?}");
+    let out: Value = serde_json::from_str(&run.stdout).unwrap();
+    assert_eq!((out["measured"].as_u64(), out["taken_from_state"].as_u64()), (Some(4 * 30), Some(0)));
+    let files = out["files"].as_array().unwrap();
+    let number = |file: &Value, name: &str| file[name].as_f64().unwrap();
+    for (file, budget) in files.iter().zip([3.25, 3.75]) {
+        assert!(number(file, "bits") <= budget + 1e-9 && number(file, "bits") > budget - 0.05, "{file}");
+    }
+    assert!(number(&files[1], "expected_kld") < number(&files[0], "expected_kld"), "{files:?}");
+    let path = files[0]["path"].as_str().unwrap();
+    assert!(path.ends_with("tuned-3.25.toml"));
+    let file = fs::read_to_string(path).unwrap();
+    assert!(file.starts_with("# Written by `kvant tune`") && file.contains("[layers]\n0 = \"k") && file.contains(".mse.rotv"));
+
+    let run = kvant(["generate", "--prompt", "The capital of France is", "--max-tokens", "2", "--kv", path, "--json"]);
+    assert_eq!(run.code, Some(0), "{run:?}");
+    let out: Value = serde_json::from_str(&run.stdout).unwrap();
+    assert!(out["cache"]["scheme"].as_str().unwrap().contains("k2"), "{out}");
+
+    let run = tune(folder.path(), &[&quick[..], &["--budget-bits", "4"]].concat());
+    let out: Value = serde_json::from_str(&run.stdout).unwrap();
+    assert_eq!((out["measured"].as_u64(), out["taken_from_state"].as_u64()), (Some(0), Some(4 * 30)));
+    assert!(folder.path().join("tuned.toml").is_file());
+
+    // Costs of another question are not taken for these.
+    let run = tune(folder.path(), &["--quick", "--ctx", "64", "--kv", "k2v2g32.mse", "--budget-bits", "4"]);
+    run.is_refused("was measured with another model, text, ctx, chunk or --kv");
+    fs::write(folder.path().join("tuned.state.json"), "{").unwrap();
+    let run = tune(folder.path(), &[&quick[..], &["--budget-bits", "4"]].concat());
+    run.is_refused("is no state of `kvant tune`");
+}
+
+#[test]
+fn bad_input_to_tune_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let check = |more: &[&str], error: &str| tune(folder.path(), more).is_refused(error);
+    check(&["--budget-bits", "2.4"], "--budget-bits 2.4 is below 2.5");
+    check(&["--budget-bits", "x"], "must be a number from 1 to 16");
+    check(&["--budget-bits", "NaN"], "must be a number from 1 to 16");
+    check(&["--budget-bits", "3", "--kv", "f16"], "--kv f16 packs nothing");
+    check(&["--budget-bits", "3", "--kv", "k9v2g64"], "key bits");
+    check(&["--budget-bits", "3", "--ctx", "3"], "--ctx 3 is under 4");
+    check(&["--budget-bits", "3", "--ctx", "9000"], "over the context of this model");
+    check(&["--budget-bits", "3", "--skip-chunks", "50"], "chunks of 1024");
+    check(&[], "--budget-bits");
+    let words = ["tune", "--text", "/nowhere.txt", "--budget-bits", "3"];
+    kvant(words).is_refused("cannot read the text /nowhere.txt");
+    let out = folder.path().join("no/such.toml");
+    kvant([&words[..], &["--out", out.to_str().unwrap()]].concat()).is_refused("its folder is not there");
+}
+
+/// A scheme whose loud channels nobody chose is no scheme to decode with, and one that warns says so.
+#[test]
+fn loud_channels_need_a_file_and_the_small_preset_warns() {
+    let run = kvant(["generate", "--prompt", "x", "--kv", "k2l4v2g64"]);
+    run.is_refused("layer 0 has scheme k2l4v2g64: nothing says which 16 channels of each head are loud");
+    assert!(run.stderr.contains("kvant tune"), "{run:?}");
+    let run = kvant(["generate", "--prompt", "x", "--max-tokens", "1", "--kv", "small", "--json"]);
+    assert!(run.code == Some(0) && run.stderr.contains("warning: the preset small"), "{run:?}");
+    let run = kvant(["generate", "--prompt", "x", "--max-tokens", "1", "--json"]);
+    let out: Value = serde_json::from_str(&run.stdout).unwrap();
+    assert_eq!(out["cache"]["scheme"], "k4v4g64w128s4p512.ls.rotk.rotv");
+    assert!(!run.stderr.contains("warning"), "{run:?}");
+}
