@@ -166,7 +166,7 @@ pub struct TuneArgs {
     /// Measure fewer forms over fewer tokens and derive the others
     #[arg(long)]
     pub quick: bool,
-    /// Tokens to calibrate on [default: 1024, or 640 with --quick]
+    /// Tokens to calibrate on [default: 1024, or 512 with --quick]
     #[arg(long, allow_negative_numbers = true, value_name = "TOKENS", value_parser = parse_count)]
     pub ctx: Option<usize>,
     /// Chunks of so many tokens at the text's start to leave out

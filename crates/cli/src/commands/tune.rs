@@ -152,7 +152,7 @@ pub fn run(args: &TuneArgs) -> Result<()> {
 /// Tokens that a form's cost is measured over: half of them are compared.
 const CTX: usize = 1024;
 /// The same of the quick way.
-const QUICK_CTX: usize = 640;
+const QUICK_CTX: usize = 512;
 
 /// Where the file of a budget goes: `--out`, with the bits in its name when there are several.
 fn out_path(args: &TuneArgs, bits: f64) -> PathBuf {

@@ -6,7 +6,8 @@ use serde_json::Value;
 use std::fs;
 use std::path::Path;
 
-const TEXT: &str = concat!(include_str!("../../../../demo/3-recipe.txt"), include_str!("../../../../demo/2-letter.txt"));
+const TEXT: &str =
+    concat!(include_str!("../../../../demo/3-recipe.txt"), include_str!("../../../../demo/2-letter.txt"));
 
 fn tune(folder: &Path, more: &[&str]) -> Run {
     let (text, out) = (folder.join("text.txt"), folder.join("tuned.toml"));
@@ -32,7 +33,11 @@ fn a_budget_becomes_a_file_that_commands_read_and_another_budget_costs_nothing_m
     let path = files[0]["path"].as_str().unwrap();
     assert!(path.ends_with("tuned-3.25.toml"));
     let file = fs::read_to_string(path).unwrap();
-    assert!(file.starts_with("# Written by `kvant tune`") && file.contains("[layers]\n0 = \"k") && file.contains(".mse.rotv"));
+    assert!(
+        file.starts_with("# Written by `kvant tune`")
+            && file.contains("[layers]\n0 = \"k")
+            && file.contains(".mse.rotv")
+    );
 
     let run = kvant(["generate", "--prompt", "The capital of France is", "--max-tokens", "2", "--kv", path, "--json"]);
     assert_eq!(run.code, Some(0), "{run:?}");

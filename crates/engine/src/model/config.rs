@@ -1,4 +1,4 @@
-//! What the metadata of a llama model say. In: an open file; out: checked numbers.
+//! What the metadata of a model say. In: an open file; out: checked numbers.
 //! NOT here: tensors (mod.rs reads those).
 
 use crate::Error;
@@ -6,11 +6,36 @@ use crate::gguf::Gguf;
 use kvant_kv::LayerShape;
 
 /// Architectures that this engine decodes.
-pub const ARCHITECTURES: &str = "llama";
+pub const ARCHITECTURES: &str = "llama, qwen2";
 
-/// The numbers of a llama model.
+/// What a model is built like.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Architecture {
+    /// No biases; the rotary pairs of a head are neighbours (its GGUF files are permuted so).
+    Llama,
+    /// As llama with biases of q, k and v; the rotary pairs are channels of the two halves of a head.
+    Qwen2,
+}
+
+impl Architecture {
+    /// As files name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Llama => "llama",
+            Self::Qwen2 => "qwen2",
+        }
+    }
+
+    fn of(name: &str) -> Option<Self> {
+        [Self::Llama, Self::Qwen2].into_iter().find(|a| a.name() == name)
+    }
+}
+
+/// The numbers of a model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
+    /// What it is built like.
+    pub architecture: Architecture,
     /// Name in the file, if any.
     pub name: Option<String>,
     /// Layers.
@@ -44,9 +69,9 @@ impl Config {
             let what = format!("one latent as K and V (MLA, architecture `{architecture}`)");
             return Err(Error::Unsupported { what });
         }
-        if architecture != "llama" {
+        let Some(built) = Architecture::of(architecture) else {
             return Err(Error::Architecture { architecture: architecture.into(), supported: ARCHITECTURES });
-        }
+        };
         let count = |key: &str| {
             let key = of(key);
             match gguf.count(&key)? {
@@ -100,6 +125,7 @@ impl Config {
             _ => count("vocab_size")?,
         };
         Ok(Self {
+            architecture: built,
             name: gguf.text("general.name")?.map(str::to_owned),
             layers: count("block_count")?,
             hidden,

@@ -1,4 +1,4 @@
-//! The llama model. In: tokens at positions, and a cache; out: logits of the rows asked for.
+//! The model: llama, and qwen2, which differs by biases and rotary pairs. In: tokens at positions, and a cache; out: logits of the rows asked for.
 //! NOT here: which requests run together (scheduler.rs), sampling (sampler.rs), cache formats (kvant-kv).
 //!
 //! A row's result depends on its own tokens only: every product, norm and rotation is per row, and attention is per
@@ -12,7 +12,7 @@ mod matmul;
 pub mod rope;
 
 pub use basis::{Basis, order_with_first};
-pub use config::{ARCHITECTURES, Config};
+pub use config::{ARCHITECTURES, Architecture, Config};
 
 use crate::Error;
 use crate::forced::StoredRows;
@@ -22,7 +22,7 @@ use candle_core::{Device, Tensor};
 use kvant_kv::{Attention, Cache, Rows};
 use linear::{Linear, WeightRows};
 use rayon::prelude::*;
-use rope::Rotation;
+use rope::{Pairing, Rotation};
 
 /// How weight matrices are multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -53,6 +53,8 @@ pub struct Model {
 struct Layer {
     attention_norm: Vec<f32>,
     qkv: Linear,
+    /// Added to q, k and v; none for llama.
+    biases: Option<[Vec<f32>; 3]>,
     output: Linear,
     feed_forward_norm: Vec<f32>,
     gate_up: Linear,
@@ -112,7 +114,7 @@ impl Model {
             return Err(match layer.filter(|&layer| layer >= config.layers) {
                 Some(_) => {
                     let why = format!("it is {}, and the file has tensor `{name}`", config.layers);
-                    Error::Metadata { key: "llama.block_count".into(), why }
+                    Error::Metadata { key: format!("{}.block_count", config.architecture.name()), why }
                 }
                 None => Error::Unsupported { what: format!("tensor `{name}`") },
             });
@@ -181,7 +183,7 @@ impl Model {
         buffers.qkv.resize(3, Vec::new());
         buffers.added.resize(1, Vec::new());
         buffers.gate_up.resize(2, Vec::new());
-        let rotation = Rotation::new(step.positions, shape.head_dim, self.config.rope_base);
+        let rotation = self.rotation(step.positions);
         buffers.attended.resize(step.tokens.len() * shape.q_heads * shape.head_dim, 0.0);
         let last = self.layers.len() - 1;
         for i in range {
@@ -211,11 +213,22 @@ impl Model {
         Ok(())
     }
 
+    fn rotation(&self, positions: &[usize]) -> Rotation {
+        let pairing = match self.config.architecture {
+            Architecture::Llama => Pairing::Neighbours,
+            Architecture::Qwen2 => Pairing::Halves,
+        };
+        Rotation::new(positions, self.config.shape.head_dim, self.config.rope_base, pairing)
+    }
+
     /// Queries, keys and values of a layer's rows, rotated by their positions, into `buffers.qkv`.
     fn project(&self, i: usize, stream: &[f32], rotation: &Rotation, buffers: &mut Buffers) -> Result<(), Error> {
         let (layer, shape) = (&self.layers[i], self.config.shape);
         normalize(stream, &layer.attention_norm, self.config.norm_epsilon, &mut buffers.normed);
         layer.qkv.forward(&buffers.normed, &mut buffers.qkv)?;
+        for (rows, bias) in buffers.qkv.iter_mut().zip(layer.biases.iter().flatten()) {
+            each_row(rows, bias.len(), |_, row| add(row, bias));
+        }
         let [q, k, _] = &mut buffers.qkv[..] else { unreachable!("three outputs") };
         rotate(rotation, q, shape.q_heads * shape.head_dim);
         rotate(rotation, k, shape.row_len());
@@ -233,7 +246,7 @@ impl Model {
         stream: &[f32],
         positions: &[usize],
     ) -> Result<(Vec<f32>, Vec<f32>), Error> {
-        let rotation = Rotation::new(positions, self.config.shape.head_dim, self.config.rope_base);
+        let rotation = self.rotation(positions);
         let mut buffers = Buffers::default();
         buffers.qkv.resize(3, Vec::new());
         self.project(layer, stream, &rotation, &mut buffers)?;
@@ -273,6 +286,7 @@ impl Model {
 struct LayerTensors<'a> {
     attention_norm: Vec<f32>,
     qkv: [Matrix<'a>; 3],
+    biases: Option<[Vec<f32>; 3]>,
     output: Matrix<'a>,
     feed_forward_norm: Vec<f32>,
     gate_up: [Matrix<'a>; 2],
@@ -284,7 +298,13 @@ impl<'a> LayerTensors<'a> {
         let of = |name: &str| format!("blk.{layer}.{name}.weight");
         let (hidden, forward) = (config.hidden, config.feed_forward);
         let (q_len, kv_len) = (config.shape.q_heads * config.shape.head_dim, config.shape.row_len());
+        let bias = |name: &str, len: usize| gguf.vector(&format!("blk.{layer}.{name}.bias"), len);
+        let biases = match config.architecture {
+            Architecture::Llama => None,
+            Architecture::Qwen2 => Some([bias("attn_q", q_len)?, bias("attn_k", kv_len)?, bias("attn_v", kv_len)?]),
+        };
         Ok(Self {
+            biases,
             attention_norm: gguf.vector(&of("attn_norm"), hidden)?,
             qkv: [
                 gguf.matrix(&of("attn_q"), q_len, hidden)?,
@@ -306,6 +326,7 @@ impl<'a> LayerTensors<'a> {
             output: rows(&[&self.output], config.shape.q_heads * config.shape.head_dim)?,
             gate_up: rows(&[gate, up], config.hidden)?,
             down: rows(&[&self.down], config.feed_forward)?,
+            biases: self.biases,
             attention_norm: self.attention_norm,
             feed_forward_norm: self.feed_forward_norm,
         })

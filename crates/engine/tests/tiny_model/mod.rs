@@ -20,6 +20,8 @@ pub struct Tiny {
     pub context: usize,
     pub dtype: GgmlDType,
     pub tied: bool,
+    /// Of the qwen2 architecture: biases, and rotary pairs across the halves of a head.
+    pub qwen2: bool,
     pub seed: u64,
 }
 
@@ -35,6 +37,7 @@ impl Default for Tiny {
             context: 700,
             dtype: GgmlDType::Q8_0,
             tied: true,
+            qwen2: false,
             seed: 1,
         }
     }
@@ -84,6 +87,11 @@ impl Tiny {
             matrix("ffn_gate", forward, hidden, 1.0);
             matrix("ffn_up", forward, hidden, 1.0);
             matrix("ffn_down", hidden, forward, 1.0);
+            if self.qwen2 {
+                for (name, n) in [("attn_q", q), ("attn_k", kv), ("attn_v", kv)] {
+                    tensors.insert(format!("blk.{i}.{name}.bias"), tensor(&[n], GgmlDType::F32, 1.5, 0.2));
+                }
+            }
             for name in ["attn_norm", "ffn_norm"] {
                 tensors.insert(format!("blk.{i}.{name}.weight"), tensor(&[hidden], GgmlDType::F32, 0.3, 1.0));
             }
@@ -130,7 +138,11 @@ impl Tiny {
             ("tokenizer.ggml.unknown_token_id", Value::U32(256)),
             ("tokenizer.chat_template", text(template)),
         ]
-        .map(|(k, v)| (k.to_owned(), v))
+        .map(|(k, v)| match k.strip_prefix("llama.") {
+            Some(rest) if self.qwen2 => (format!("qwen2.{rest}"), v),
+            _ if self.qwen2 && k == "general.architecture" => (k.to_owned(), text("qwen2")),
+            _ => (k.to_owned(), v),
+        })
         .into()
     }
 }
@@ -176,9 +188,10 @@ pub fn reference_rounding(tiny: &Tiny, parts: &Parts, tokens: &[u32], round: fn(
         for head in row.chunks_exact_mut(tiny.head_dim) {
             for i in 0..tiny.head_dim / 2 {
                 let angle = position as f64 * f64::from(ROPE_BASE).powf(-2.0 * i as f64 / tiny.head_dim as f64);
-                let (a, b) = (head[2 * i], head[2 * i + 1]);
-                head[2 * i] = a * angle.cos() - b * angle.sin();
-                head[2 * i + 1] = a * angle.sin() + b * angle.cos();
+                let (first, second) = if tiny.qwen2 { (i, i + tiny.head_dim / 2) } else { (2 * i, 2 * i + 1) };
+                let (a, b) = (head[first], head[second]);
+                head[first] = a * angle.cos() - b * angle.sin();
+                head[second] = a * angle.sin() + b * angle.cos();
             }
         }
     };
@@ -189,15 +202,19 @@ pub fn reference_rounding(tiny: &Tiny, parts: &Parts, tokens: &[u32], round: fn(
     for layer in 0..tiny.layers {
         let of = |name: &str| weights(&format!("blk.{layer}.{name}.weight"));
         let (wq, wk, wv, wo) = (of("attn_q"), of("attn_k"), of("attn_v"), of("attn_output"));
+        let biased = |name: &str, x: Vec<f64>| -> Vec<f64> {
+            let bias = if tiny.qwen2 { weights(&format!("blk.{layer}.{name}.bias")) } else { vec![0.0; x.len()] };
+            x.iter().zip(bias).map(|(x, b)| x + b).collect()
+        };
         let (gate, up, down) = (of("ffn_gate"), of("ffn_up"), of("ffn_down"));
         let (mut keys, mut values): (Vec<Vec<f64>>, Vec<Vec<f64>>) = (vec![], vec![]);
         for (position, x) in stream.iter_mut().enumerate() {
             let normed = norm(x, &of("attn_norm"));
-            let (mut q, mut k) = (product(&wq, &normed), product(&wk, &normed));
+            let (mut q, mut k) = (biased("attn_q", product(&wq, &normed)), biased("attn_k", product(&wk, &normed)));
             turn(&mut q, position);
             turn(&mut k, position);
             keys.push(stored(k));
-            values.push(stored(product(&wv, &normed)));
+            values.push(stored(biased("attn_v", product(&wv, &normed))));
             let mut attended = vec![];
             for (h, q) in q.chunks_exact(tiny.head_dim).enumerate() {
                 let at = h / (tiny.q_heads / tiny.kv_heads) * tiny.head_dim;
