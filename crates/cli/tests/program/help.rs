@@ -29,6 +29,7 @@ help!(bench_passes, "bench", "passes");
 help!(bench_splits, "bench", "splits");
 help!(roofline, "roofline");
 help!(eval, "eval");
+help!(tune, "tune");
 help!(info, "info");
 help!(demo, "demo");
 
