@@ -27,13 +27,15 @@ PAGE = ROOT / "docs" / "accuracy.md"
 MARKS = ("<!-- accuracy: begin -->", "<!-- accuracy: end -->")
 PRESETS = {"k8v8g64w128s4p512": "safe", "k4v4g64w128s4p512.ls.rotk.rotv": "balanced", "k3v2g64w128s4p512.ls.rotk.rotv": "small"}
 TUNED = [f"schemes/smollm2-135m-{bits}.toml" for bits in ("2.65", "2.75", "3", "3.5")]
+LOUD = [f"schemes/levers/k2l{share}v2.toml" for share in (8, 4, 2)]  # k2lNv2g64w128s4.mse.rotv in every layer
 
 # Name, title, text, chunks left out, chunks, schemes.
 EVALS = {
     "presets": (
         "Presets, tuned files, and llama.cpp's formats (imitated)",
         "eighty.txt", 0, 8,
-        ["safe", "balanced", "small", *TUNED, "llama.cpp:q8_0", "llama.cpp:q4_0", "llama.cpp:q4_0r", "llama.cpp:q4_0r+w128s4"],
+        ["safe", "balanced", "small", *TUNED, "llama.cpp:q8_0r", "llama.cpp:q4_0", "llama.cpp:q4_0r", "llama.cpp:q8_0r+w128s4",
+         "llama.cpp:q4_0r+w128s4"],
     ),
     "third": ("The same on a text that nothing was tuned or chosen on", "sotu.txt", 100, 6, ["safe", "balanced", "small", *TUNED]),
     "levers": (
@@ -41,8 +43,8 @@ EVALS = {
         "eighty.txt", 0, 8,
         ["k4v4g64w128", "k4v4g64w128s4", "k4v4g64w128s4.mse", "k4v4g64w128s4.mse.rotv", "k4v4g64w128s4.mse.rotk.rotv",
          "k4v4g64w128s4.ls.rotk.rotv", "k3v3g64w128s4", "k3v3g64w128s4.mse.rotv", "k3v3g64w128s4.mse.rotk.rotv",
-         "k3v3g64w128s4.ls.rotk.rotv", "k2v2g64w128", "k2v2g64w128s4", "k2v2g64w128s4.mse", "k2v2g64w128s4.mse.rotv",
-         "k2v2g64w128s4.ls.rotv"],
+         "k3v3g64w128s4.ls.rotk.rotv", "k3v2g64w128s4.mse.rotv", "k2v3g64w128s4.mse.rotv", "k2v2g64w128", "k2v2g64w128s4", "k2v2g64w128s4.mse", "k2v2g64w128s4.mse.rotv",
+         "k2v2g64w128s4.ls.rotv", "k2v2g64w128s4.mse.rotk.rotv", *LOUD, "k4v4g64w128s4p512.ls.rotk.rotv"],
     ),
 }
 

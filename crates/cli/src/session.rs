@@ -85,7 +85,24 @@ fn load_under(
 }
 
 /// The preset that costs accuracy one should know of.
-const SMALL: &str = kvant_engine::presets::PRESETS[2].name;
+const SMALL: kvant_engine::presets::Preset = kvant_engine::presets::PRESETS[2];
+
+/// Says so when what a command decodes with is the preset `small`, by its name or in full.
+pub fn warn_of(kv: &str) {
+    if kv == SMALL.name || kv == SMALL.scheme {
+        output::note(
+            "warning: the preset small gives other answers than f16 often enough to notice; docs/accuracy.md says how often",
+        );
+    }
+}
+
+/// Whether the schemes say which channels are loud, before a model is loaded for them.
+///
+/// # Errors
+/// [`Failure`] names the first layer where they do not.
+pub fn check_loud(schemes: &Schemes, config: &Config) -> Result<(), Failure> {
+    Ok(schemes.check_loud(&config.shape)?)
+}
 
 /// The schemes and arm of a command that takes both: the default of each follows the other, contradictions are errors.
 ///
@@ -97,11 +114,7 @@ pub fn schemes_and_arm(kv: Option<&str>, arm: Option<ArmName>, layers: usize) ->
         _ => crate::args::DEFAULT_SCHEME,
     });
     let schemes = load_schemes(text, layers).map_err(Failure::from)?;
-    if text == SMALL {
-        output::note(
-            "warning: the preset small gives other answers than f16 often enough to notice; docs/accuracy.md says how often",
-        );
-    }
+    warn_of(text);
     let all = |arm: Arm| schemes.layers().iter().all(|s| Arm::of(*s) == arm);
     let plain = schemes.layers().iter().all(|s| s.packed().is_none());
     let arm = match arm {

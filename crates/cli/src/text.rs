@@ -2,6 +2,8 @@
 //! NOT here: what is done with them (commands/eval.rs, commands/tune.rs).
 
 use crate::failure::Failure;
+use crate::{output, rss};
+use kvant_engine::Products;
 use kvant_engine::model::Config;
 use kvant_engine::tokenizer::Tokenizer;
 use sha2::{Digest, Sha256};
@@ -19,6 +21,8 @@ pub struct Text {
     pub sha256: String,
     /// Of its first 3 MiB.
     pub tokens: Vec<u32>,
+    /// Whether there was more.
+    pub cut: bool,
 }
 
 /// The text's bytes, which are UTF-8.
@@ -39,7 +43,11 @@ pub fn read(path: &Path) -> Result<String, Failure> {
 /// Those of the tokenizer.
 pub fn tokens(text: &str, tokenizer: &Tokenizer) -> Result<Text, Failure> {
     let end = (0..=TEXT_BYTES.min(text.len())).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0);
-    Ok(Text { sha256: sha256(text.as_bytes()), tokens: tokenizer.encode_text(&text[..end])? })
+    let cut = end < text.len();
+    if cut {
+        output::note("only the first 3 MiB of the text are read");
+    }
+    Ok(Text { sha256: sha256(text.as_bytes()), tokens: tokenizer.encode_text(&text[..end])?, cut })
 }
 
 /// A sha256 as people write it.
@@ -84,4 +92,32 @@ pub fn check_ctx(ctx: usize, config: &Config) -> Result<(), Failure> {
         return Err(Failure::input(format!("--ctx {ctx} is under {SHORTEST} tokens"), "take a larger --ctx"));
     }
     Ok(())
+}
+
+/// Refuses what would not fit, before anything is loaded. `held`: bytes of logits and rows that are kept; f32 weights are the rest.
+///
+/// # Errors
+/// [`Failure`] says how much is needed and how much there is.
+pub fn check_memory(held: usize, config: &Config, products: Products) -> Result<(), Failure> {
+    let weights = match products {
+        Products::Exact => {
+            let per_layer = config.hidden
+                * (2 * config.shape.q_heads * config.shape.head_dim + 2 * config.shape.row_len())
+                + 3 * config.hidden * config.feed_forward;
+            4 * (config.layers * per_layer + config.vocabulary * config.hidden)
+        }
+        Products::Quantized => 0,
+    };
+    let need = (held + weights) as f64;
+    match rss::machine_memory_bytes() {
+        Some((available, _)) if need > available as f64 => Err(Failure::input(
+            format!(
+                "this needs about {:.1} GB of memory, and {:.1} GB are available",
+                need / 1e9,
+                available as f64 / 1e9
+            ),
+            "take a smaller --ctx (of eval also --score half, or --activations product)",
+        )),
+        _ => Ok(()),
+    }
 }

@@ -114,6 +114,8 @@ pub struct Engine {
     loaded: Arc<LoadedModel>,
     pool: Pool,
     layers: Vec<LayerConfig>,
+    /// As the options had them; None where the arm stores no scheme.
+    schemes: Option<Schemes>,
     bases: Vec<Basis>,
     arm: Arm,
     cache: Cache,
@@ -178,6 +180,7 @@ impl Engine {
             schemes.check_loud(&config.shape)?;
             schemes.complete_bases(&config.shape)
         };
+        let plain = matches!(options.arm, Arm::F16 | Arm::Bf16);
         let layers: Vec<LayerConfig> =
             schemes.layers().iter().map(|&scheme| LayerConfig { shape: config.shape, scheme }).collect();
         let cache = Cache::new(&layers, options.arm)?;
@@ -186,6 +189,7 @@ impl Engine {
             loaded,
             pool,
             layers,
+            schemes: (!plain).then_some(schemes),
             bases,
             arm: options.arm,
             cache,
@@ -231,9 +235,11 @@ impl Engine {
     /// # Errors
     /// None in practice; those of the cache.
     pub fn schemes(&self) -> Result<Schemes, Error> {
+        if let Some(schemes) = &self.schemes {
+            return Ok(schemes.clone());
+        }
         let of = |layer| self.cache.layer_config(layer).map(|c| c.scheme);
-        let schemes = (0..self.cache.layers()).map(of).collect::<Result<Vec<_>, _>>()?;
-        Ok(Schemes::of_parts(schemes.into_iter().zip(self.bases.iter().cloned()).collect()))
+        Ok(Schemes::of_layers((0..self.cache.layers()).map(of).collect::<Result<_, _>>()?))
     }
 
     /// What the cache holds.

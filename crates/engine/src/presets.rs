@@ -21,12 +21,12 @@ pub const PRESETS: [Preset; 3] = [
     Preset {
         name: "balanced",
         scheme: "k4v4g64w128s4p512.ls.rotk.rotv",
-        what: "a quarter of the memory, hardly a different answer",
+        what: "less than a third of the memory, hardly a different answer",
     },
     Preset {
         name: "small",
         scheme: "k3v2g64w128s4p512.ls.rotk.rotv",
-        what: "a fifth of the memory, answers that differ; a tuned scheme file of the same size differs less",
+        what: "about a fifth of the memory, answers that differ; a tuned scheme file of the same size differs less",
     },
 ];
 

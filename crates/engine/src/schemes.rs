@@ -196,8 +196,17 @@ pub fn layers_named(path: &Path) -> Result<usize, Error> {
     let no = |why: String| Error::SchemeFile { path: path.into(), why };
     let file: File = toml::from_str(&read(path)?).map_err(|e| no(e.message().to_owned()))?;
     let last = file.layers.keys().filter_map(|name| name.rsplit('-').next()?.trim().parse::<usize>().ok()).max();
-    last.map(|last| last + 1).ok_or_else(|| no("it names no layers, so nothing says how many there are".into()))
+    match last {
+        None => Err(no("it names no layers, so nothing says how many there are".into())),
+        Some(last) if last >= MOST_LAYERS => {
+            Err(no(format!("it names layer {last}, and no model has more than {MOST_LAYERS} layers")))
+        }
+        Some(last) => Ok(last + 1),
+    }
 }
+
+/// More layers than any model has: a number beyond is a typing error, and would be memory.
+const MOST_LAYERS: usize = 1024;
 
 fn read(path: &Path) -> Result<String, Error> {
     let text = std::fs::read_to_string(path).map_err(|e| Error::Read { path: path.into(), why: e.to_string() })?;
@@ -256,7 +265,9 @@ fn parse_file(text: &str, layers: usize) -> Result<Vec<(Scheme, Basis)>, String>
                 return Err(no(format!("channel {twice} of layer {layer} is listed twice")));
             }
         }
-        basis.key_order = Some(lists.into_inner().into());
+        if basis.key_order.replace(lists.get_ref().clone().into()).is_some() {
+            return Err(no(format!("layer {layer} is named twice")));
+        }
     }
     Ok(schemes)
 }
@@ -296,6 +307,7 @@ mod tests {
             ("default = \"f16.rotv\"", "line 1: unknown scheme `f16.rotv`", "nothing to rotate"),
             ("default = \"k4v4g64.rotv.rotk\"", "line 1: unknown scheme `k4v4g64.rotv.rotk`", "`.rotv`"),
             ("default = \"k4v4g64\"\n[loud]\n0 = [[1]]", "line 3: layer 0 has scheme k4v4g64, which has no", ""),
+            ("default = \"k2l8v2g64\"\n[loud]\n0 = [[1]]\n\"00\" = [[2]]", "line 4: layer 0 is named twice", ""),
             ("default = \"k2l8v2g64\"\n[loud]\n2 = [[1]]", "line 3: layer 2 does not exist", ""),
             ("default = \"k2l8v2g64\"\n[loud]\n1 = [[1, 2, 1]]", "line 3: channel 1 of layer 1 is listed twice", ""),
         ] {
@@ -332,6 +344,16 @@ mod tests {
         assert_eq!(load_schemes("k4v4g64w0", 3).unwrap().to_string(), "k4v4g64");
         assert_eq!(load_schemes("k4v4g64.ls.rotk.rotv", 3).unwrap().to_string(), "k4v4g64.ls.rotk.rotv");
         assert!(matches!(load_schemes("k9v4g64", 3), Err(Error::Kv(_))));
+        for (last, said) in
+            [("3", "3 layers"), ("99999999999", "no model has"), ("18446744073709551615", "no model has")]
+        {
+            let file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
+            std::fs::write(file.path(), format!("default = \"f16\"\n[layers]\n\"0-{last}\" = \"k4v4g64\"\n")).unwrap();
+            match layers_named(file.path()) {
+                Ok(layers) => assert_eq!((layers, said), (4, "3 layers")),
+                Err(e) => assert!(e.to_string().contains(said), "{e}"),
+            }
+        }
         assert!(matches!(load_schemes("/nowhere/schemes.toml", 3), Err(Error::Read { .. })));
         let file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
         let name = file.path().to_str().unwrap();

@@ -278,7 +278,11 @@ impl FromStr for Scheme {
             None => Fit::MinMax,
             Some(name) => match Fit::ALL.iter().find(|(_, n)| *n == name) {
                 Some((fit, _)) => *fit,
-                None => return Err(no(format!("`.{name}` is no fit (minmax, mse, ls)"))),
+                None => {
+                    return Err(no(format!(
+                        "`.{name}` is no fit (minmax, mse, ls); rotations stand behind it, .rotk before .rotv"
+                    )));
+                }
             },
         };
         let mut rest = numbers;
@@ -350,7 +354,7 @@ mod tests {
             ("k4l4v4g64", "2-bit keys"),
             ("k2l3v4g64", "2, 4 or 8"),
             ("k2v4l4g64", "`g`"),
-            ("k4v4g64.best", "`.best`"),
+            ("k4v4g64.best", "`.best` is no fit"),
             ("k4v4g64.", "`.`"),
         ] {
             let e = text.parse::<Scheme>().unwrap_err();

@@ -2,7 +2,7 @@
 //! variant of a kernel chooses (padding, copies, scratch, two multipliers in place of one): a kernel that does more than
 //! this is measured against this all the same.
 
-use kvant_kv::{LayerShape, Scheme};
+use kvant_kv::{Fit, LayerShape, Scheme};
 
 /// Bytes of an f16.
 const F16_BYTES: usize = 2;
@@ -14,10 +14,32 @@ const F32_BYTES: usize = 4;
 /// Operations that the quantizer's formula takes per element: two comparisons for minimum and maximum, a subtraction, a
 /// division, a rounding, two comparisons of the clamp.
 const QUANTIZE_OPS: usize = 7;
+/// Operations that one candidate of a fit by error takes per element: its code (subtract, multiply, clamp, round: 5), the error and its
+/// square (3), the sum.
+const CANDIDATE_OPS: usize = 9;
+/// Candidates of `mse`: the range, and as many shrunk ones as `shrinks` in the library's quant/fit.rs has.
+const MSE_CANDIDATES: usize = 10;
+/// Times that `ls` refits: four sums and two products more per element, then a candidate.
+const LS_REFITS: usize = 3;
+/// What a refit's sums take.
+const REFIT_OPS: usize = CANDIDATE_OPS + 6;
 /// Operations that storing an element as f16 takes: the rounding.
 const ROUND_OPS: usize = 1;
 /// Operations of attention per query head, key and channel: a multiply-add for the score, one for the output.
 const ATTEND_OPS: usize = 4;
+
+/// Operations per packed element: keys and values averaged, as each has half of the elements.
+fn pack_ops(scheme: Scheme) -> usize {
+    let Some(p) = scheme.packed() else { return 0 };
+    let search = |bits: u32| match p.fit() {
+        // 8 bits take the range.
+        Fit::MinMax => 0,
+        _ if bits == 8 => 0,
+        Fit::Mse => MSE_CANDIDATES * CANDIDATE_OPS,
+        Fit::Ls => MSE_CANDIDATES * CANDIDATE_OPS + LS_REFITS * (REFIT_OPS + CANDIDATE_OPS),
+    };
+    QUANTIZE_OPS + (search(p.k_bits()) + search(p.v_bits())) / 2
+}
 
 /// Compulsory bytes of one sequence of one layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -95,7 +117,7 @@ impl Work {
     ///
     /// Formula: read are the rows in f32 and the f16 rows of earlier tokens that become packed; written are the new
     /// groups and the new tokens that stay f16, sinks included. Operations: 7 per element packed (minimum, maximum,
-    /// subtract, divide, round, clamp), 1 per element stored as f16.
+    /// subtract, divide, round, clamp), and what a fit by error searches; 1 per element stored as f16.
     pub fn append(shape: LayerShape, scheme: Scheme, batch: usize, held: usize, rows: usize) -> Self {
         let (elements, f16_token) = (2 * shape.row_len(), 2 * shape.row_len() * F16_BYTES);
         let len = held + rows;
@@ -109,7 +131,7 @@ impl Work {
         let written = packed(len) - packed(held) + new_f16 * f16_token;
         Self {
             bytes: batch * (rows * elements * F32_BYTES + repacked * f16_token + written),
-            ops: batch * elements * ((edge - edge_before) * QUANTIZE_OPS + new_f16 * ROUND_OPS),
+            ops: batch * elements * ((edge - edge_before) * pack_ops(scheme) + new_f16 * ROUND_OPS),
         }
     }
 
@@ -211,6 +233,11 @@ mod tests {
         // Sinks are one more f16 copy of the tokens that are packed all the same.
         let sinks = Work::append(shape(), "k4v4g64s4".parse().unwrap(), 2, 0, 64);
         assert_eq!(sinks.bytes, 2 * (group.bytes + 4 * token_f16));
+        // A search by error moves no byte more: 10 candidates of 9 operations; `ls` refits three times.
+        let of = |text: &str| Work::append(shape(), text.parse().unwrap(), 1, 0, 64);
+        assert_eq!(of("k4v4g64.mse"), Work { ops: 64 * elements * (7 + 90), ..group });
+        assert_eq!(of("k4v4g64.ls"), Work { ops: 64 * elements * (7 + 90 + 72), ..group });
+        assert_eq!(of("k8v8g64.ls").ops, of("k8v8g64").ops);
         // Nothing is due: the token is stored as f16, whatever the scheme.
         assert_eq!(Work::append(shape(), scheme, 1, 64, 1), Work::append(shape(), Scheme::F16, 1, 64, 1));
     }
@@ -220,7 +247,7 @@ mod tests {
         for (q, kv, d) in [(9, 3, 64), (4, 2, 80), (8, 2, 128)] {
             let shape = LayerShape::new(q, kv, d).unwrap();
             for text in
-                ["f16", "k8v8g64w128s4p512", "k4v4g64w128s4p512", "k3v2g32", "k2v2g32w128s4p512", "k4v4g128w32s16"]
+                ["f16", "k8v8g64w128s4p512", "k2l4v3g64w128s4.mse", "k3v2g32", "k2v2g32w128s4p512", "k4v4g128w32s16"]
             {
                 let scheme: Scheme = text.parse().unwrap();
                 for len in [1, 31, 33, 200, 640, 1025] {

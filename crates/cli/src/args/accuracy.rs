@@ -68,7 +68,7 @@ fn parse_bound(text: &str) -> Result<f64, String> {
   kvant eval --text book.txt --retrieval --lengths 1024 --kv k2v2g32w128s4p512
 
 --kv takes schemes, presets, scheme files, and formats of llama.cpp that are imitated: llama.cpp:q8_0, llama.cpp:q4_0,
-llama.cpp:q4_0r (rotated), each also with our window and sinks, as in llama.cpp:q8_0+w128s4. f16 always runs as the base.
+rotated llama.cpp:q8_0r and llama.cpp:q4_0r, each also with our window and sinks, as in llama.cpp:q8_0+w128s4. f16 always runs as the base.
 The bounds hold for what is kvant's own; a bound that is not kept ends the program with exit code 1.")]
 pub struct EvalArgs {
     /// Model: a name or a path to a .gguf file
@@ -143,6 +143,7 @@ fn parse_skip(text: &str) -> Result<usize, String> {
   kvant tune --text book.txt --budget-bits 3.0
   kvant tune --text book.txt --budget-bits 2.65,2.75,3.0,3.5 --out smollm2.toml    writes smollm2-2.65.toml and so on
   kvant tune --text book.txt --budget-bits 2.75 --quick
+  kvant tune --text book.txt --uniform --kv k2l4v2g64w128s4.mse.rotv --out loud.toml
   kvant eval --text other.txt --kv tuned.toml                                      what the file really costs
 
 What was measured is kept in a state file after every layer; the same command goes on from there. Another budget costs
@@ -155,14 +156,17 @@ pub struct TuneArgs {
     #[arg(long, value_name = "FILE")]
     pub text: PathBuf,
     /// Bits of a packed element at most, scales and zeros included; several, comma-separated
-    #[arg(long, allow_negative_numbers = true, value_name = "B1,B2,..", required = true, value_delimiter = ',', value_parser = parse_bits)]
+    #[arg(long, allow_negative_numbers = true, value_name = "B1,B2,..", required_unless_present = "uniform", value_delimiter = ',', value_parser = parse_bits)]
     pub budget_bits: Vec<f64>,
     /// Scheme file to write
     #[arg(long, value_name = "FILE", default_value = "tuned.toml")]
     pub out: PathBuf,
     /// Everything but the bits: group_len, window, sinks, pages, fit and rotations of this scheme
-    #[arg(long, value_name = "SCHEME", default_value = "k2v2g64w128s4p512.mse.rotv")]
+    #[arg(long, value_name = "SCHEME", default_value = "k2v2g64w128s4p512.ls.rotk.rotv")]
     pub kv: String,
+    /// Choose no bits: the scheme of --kv in every layer, and only which of its key channels are loud
+    #[arg(long, conflicts_with_all = ["budget_bits", "quick"])]
+    pub uniform: bool,
     /// Measure fewer forms over fewer tokens and derive the others
     #[arg(long)]
     pub quick: bool,

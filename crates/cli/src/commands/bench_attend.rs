@@ -83,8 +83,9 @@ fn named(text: &str) -> Result<Vec<Named>, Failure> {
             let layers = load_schemes(part, layers_named(Path::new(part))?)?;
             (part.to_string(), layers.layers().to_vec())
         } else {
-            let scheme = shape_text::schemes(part)?[0];
-            (scheme.to_string(), vec![scheme])
+            // Rotations cost attention nothing, but are part of the scheme that was asked for.
+            let schemes = load_schemes(part, 1)?;
+            (schemes.to_string(), schemes.layers().to_vec())
         };
         if all.iter().any(|(n, _)| *n == name) {
             return Err(Failure::input(format!("{name} appears twice in `{text}`"), SCHEME_HINT));

@@ -16,7 +16,7 @@ use crate::{output, progress, session, units};
 use anyhow::Result;
 use arm_process::ArmProcess;
 use kvant_engine::LoadedModel;
-use kvant_engine::schemes::parse_layer;
+use kvant_engine::schemes::{load_schemes, parse_layer};
 use kvant_kv::{PackedScheme, Scheme};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -62,6 +62,10 @@ pub fn run(args: &DecodeArgs) -> Result<()> {
     }
     check_arms(&args.arms)?;
     let model = session::locate(&args.model)?;
+    if !args.arm_process {
+        session::warn_of(&args.kv);
+    }
+    session::check_loud(&load_schemes(&args.kv, model.config.layers)?, &model.config)?;
     check_lengths(&scheme, args.prompt_len, args.steps, model.config.context)?;
     if args.arm_process {
         return arm_process::serve(args, &model, threads);

@@ -11,13 +11,13 @@ use super::check_kernel;
 use crate::args::EvalArgs;
 use crate::failure::{Failure, SCHEME_HINT};
 use crate::session::Located;
-use crate::text::{Text, check_ctx, read, tokens};
-use crate::{output, progress, rss, session};
+use crate::text::{Text, check_ctx, check_memory, read, tokens};
+use crate::{output, progress, session};
 use anyhow::Result;
 use indicatif::ProgressBar;
 use kvant_engine::eval::{self, Contestant, Gate, Imitation, RIVALS, Settings};
-use kvant_engine::load_schemes;
 use kvant_engine::model::Config;
+use kvant_engine::schemes::{is_file, load_schemes};
 use report::Report;
 use std::time::Instant;
 
@@ -43,7 +43,7 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         return retrieval::run(args, &located, entries, &settings, &text);
     }
     check_ctx(args.ctx, &located.config)?;
-    check_memory(&settings, &located.config, args.activations.products())?;
+    check_memory(settings.logits_bytes(located.config.vocabulary), &located.config, args.activations.products())?;
     let text = tokens(&bytes, &located.tokenizer()?)?;
     let chunks = chunks(args, &text)?;
     let report = measure(args, &located, &entries, &settings, &text, &chunks)?;
@@ -132,9 +132,11 @@ fn entries(text: &str, config: &Config) -> Result<Vec<Entry>, Failure> {
                 Entry { contestant: Contestant::imitation(&imitation, config.layers), imitated: true }
             }
             None => {
-                let mut contestant = Contestant::scheme(load_schemes(part, config.layers)?, config.shape.head_dim);
-                if contestant.name.contains(',') {
-                    // Layers that differ: what they were called is clearer than all of them.
+                let schemes = load_schemes(part, config.layers)?;
+                session::check_loud(&schemes, config)?;
+                let mut contestant = Contestant::scheme(schemes, config.shape.head_dim);
+                if is_file(part) {
+                    // What layers and loud channels were called is clearer than all of them.
                     contestant.name = part.to_owned();
                 }
                 Entry { contestant, imitated: false }
@@ -148,31 +150,6 @@ fn entries(text: &str, config: &Config) -> Result<Vec<Entry>, Failure> {
     Ok(entries)
 }
 
-/// The base's logits of a chunk are the bulk of what an evaluation holds, f32 weights the rest.
-fn check_memory(settings: &Settings, config: &Config, products: kvant_engine::Products) -> Result<(), Failure> {
-    let weights = match products {
-        kvant_engine::Products::Exact => {
-            let per_layer = config.hidden
-                * (2 * config.shape.q_heads * config.shape.head_dim + 2 * config.shape.row_len())
-                + 3 * config.hidden * config.feed_forward;
-            4 * (config.layers * per_layer + config.vocabulary * config.hidden)
-        }
-        kvant_engine::Products::Quantized => 0,
-    };
-    let need = (settings.logits_bytes(config.vocabulary) + weights) as f64;
-    match rss::machine_memory_bytes() {
-        Some((available, _)) if need > available as f64 => Err(Failure::input(
-            format!(
-                "this needs about {:.1} GB of memory, and {:.1} GB are available",
-                need / 1e9,
-                available as f64 / 1e9
-            ),
-            "take a smaller --ctx, --score half, or --activations product",
-        )),
-        _ => Ok(()),
-    }
-}
-
 /// The chunks to follow.
 fn chunks<'a>(args: &EvalArgs, text: &'a Text) -> Result<Vec<&'a [u32]>, Failure> {
     let all: Vec<&[u32]> = text.tokens.chunks_exact(args.ctx).collect();
@@ -182,8 +159,9 @@ fn chunks<'a>(args: &EvalArgs, text: &'a Text) -> Result<Vec<&'a [u32]>, Failure
             if args.skip_chunks > 0 { format!(" behind the {} left out", args.skip_chunks) } else { String::new() };
         return Err(Failure::input(
             format!(
-                "the text has {} tokens: {fit} chunks of {} fit{behind}, and --chunks asks for {}",
+                "the text has {} tokens{}: {fit} chunks of {} fit{behind}, and --chunks asks for {}",
                 text.tokens.len(),
+                if text.cut { " in the part that is read, its first 3 MiB" } else { "" },
                 args.ctx,
                 args.chunks
             ),
@@ -218,7 +196,7 @@ mod tests {
                 _ => unreachable!("it is eval"),
             }
         };
-        let text = Text { sha256: String::new(), tokens: (0..100).collect() };
+        let text = Text { sha256: String::new(), tokens: (0..100).collect(), cut: false };
         let found = chunks(&args(&["--ctx", "32", "--chunks", "2", "--skip-chunks", "1"]), &text).unwrap();
         assert_eq!((found.len(), found[0][0], found[1][31]), (2, 32, 95));
         let e = chunks(&args(&["--ctx", "32", "--chunks", "4"]), &text).unwrap_err();

@@ -60,6 +60,7 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     }
     let located = session::locate(&args.model)?;
     let (schemes, arm) = session::schemes_and_arm(args.kv.as_deref(), args.arm, located.config.layers)?;
+    session::check_loud(&schemes, &located.config)?;
     let model = session::load(&located, threads)?;
     let mut engine = session::engine(&model, threads, args.kernel.as_deref(), arm, schemes)?;
     let tokens = session::tokens(&model, &prompts, args.chat)?;

@@ -8,9 +8,9 @@ use crate::failure::{Failure, SCHEME_HINT};
 use crate::table::{Align, Table};
 use crate::{output, progress, session, text};
 use anyhow::Result;
-use kvant_engine::schemes::parse_layer;
-use kvant_engine::tune::{self, Allocation, FORMS, Form, QUICK_FORMS, Sensitivity, Session, Template};
-use kvant_engine::{Basis, Schemes};
+use kvant_engine::schemes::{is_file, parse_layer};
+use kvant_engine::tune::{self, FORMS, Form, QUICK_FORMS, Sensitivity, Session, Template, Tensor};
+use kvant_engine::{Basis, Products, Schemes};
 use kvant_kv::Scheme;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -50,9 +50,11 @@ struct Report {
 #[derive(Debug, Serialize)]
 struct Tuned {
     path: PathBuf,
-    budget_bits: f64,
+    /// null with --uniform.
+    budget_bits: Option<f64>,
     bits: f64,
-    expected_kld: f64,
+    /// null with --uniform.
+    expected_kld: Option<f64>,
 }
 
 /// Runs the command.
@@ -64,6 +66,11 @@ pub fn run(args: &TuneArgs) -> Result<()> {
         return Err(Failure::input(what, SCHEME_HINT).into());
     };
     let template = Template { scheme, rotate_k: basis.rotate_k, rotate_v: basis.rotate_v };
+    if !is_file(&args.out.to_string_lossy()) {
+        let what =
+            format!("--out {} would be no scheme file for --kv: its name does not end in .toml", args.out.display());
+        return Err(Failure::input(what, "name it something.toml").into());
+    }
     let paths: Vec<PathBuf> = args.budget_bits.iter().map(|&bits| out_path(args, bits)).collect();
     paths.iter().try_for_each(|path| output::check_page(path))?;
     let text = text::read(&args.text)?;
@@ -86,6 +93,8 @@ pub fn run(args: &TuneArgs) -> Result<()> {
     let tokens = &text.tokens;
     let ctx = args.ctx.unwrap_or(if args.quick { QUICK_CTX } else { CTX });
     text::check_ctx(ctx, &config)?;
+    let held = layers * ctx * config.hidden * size_of::<f32>() + ctx / 2 * config.vocabulary * size_of::<f32>();
+    text::check_memory(held, &config, Products::default())?;
     let Some(chunk) = tokens.chunks_exact(ctx).nth(args.skip_chunks) else {
         let fit = tokens.len() / ctx;
         let what = format!("{} has {} tokens, so {fit} chunks of {ctx}", args.text.display(), tokens.len());
@@ -99,10 +108,14 @@ pub fn run(args: &TuneArgs) -> Result<()> {
         template: template_text(&template),
     };
     let state_path = args.state.clone().unwrap_or_else(|| args.out.with_extension("state.json"));
-    let mut costs = read_state(&state_path, &question)?;
+    let mut costs = if args.uniform { Sensitivity::new() } else { read_state(&state_path, &question)? };
 
     let started = Instant::now();
-    let forms: &[Form] = if args.quick { &QUICK_FORMS } else { &FORMS };
+    let forms: &[Form] = match (args.uniform, args.quick) {
+        (true, _) => &[],
+        (_, true) => &QUICK_FORMS,
+        (_, false) => &FORMS,
+    };
     let todo: Vec<(usize, Form)> = (0..layers).flat_map(|layer| forms.iter().map(move |&form| (layer, form))).collect();
     let todo: Vec<_> = todo.into_iter().filter(|key| !costs.contains_key(key)).collect();
     let taken_from_state = costs.len();
@@ -113,7 +126,16 @@ pub fn run(args: &TuneArgs) -> Result<()> {
     let bar = progress::percent("measure layers");
     bar.set_length(todo.iter().map(|&(layer, _)| work(layer)).sum());
     for (i, &(layer, form)) in todo.iter().enumerate() {
-        costs.insert((layer, form), session.measure(layer, form, &template).map_err(Failure::from)?);
+        let cost = session.measure(layer, form, &template).map_err(Failure::from)?;
+        if !cost.is_finite() {
+            let what = format!("{form} in layer {layer} makes a divergence from f16 that is no number");
+            return Err(Failure::input(
+                what,
+                "give another --text; if that helps nothing, the model's weights are damaged",
+            )
+            .into());
+        }
+        costs.insert((layer, form), cost);
         bar.inc(work(layer));
         if todo.get(i + 1).is_none_or(|next| next.0 != layer) {
             write_state(&state_path, &question, &costs)?;
@@ -123,20 +145,20 @@ pub fn run(args: &TuneArgs) -> Result<()> {
 
     let all = tune::complete(&costs, layers, head_dim);
     let mut files = Vec::new();
+    if args.uniform {
+        let form = |tensor, bits, loud| Form { tensor, bits, loud };
+        let pair = (form(Tensor::K, scheme.k_bits(), scheme.loud()), form(Tensor::V, scheme.v_bits(), 0));
+        let schemes = schemes(&template, &[pair].repeat(layers), session.ranked())?;
+        files.push(write_file(args, &question, args.out.clone(), None, None, &schemes, head_dim)?);
+    }
     for (&budget, path) in args.budget_bits.iter().zip(&paths) {
         let Some(chosen) = tune::allocate(&all, layers, head_dim, budget - params) else {
             let what = "a layer's cost is no number: its divergence from f16 cannot be told".to_string();
             return Err(Failure::input(what, "give another --text").into());
         };
-        let schemes = schemes(&template, &chosen, session.ranked())?;
-        let tuned = Tuned {
-            path: path.clone(),
-            budget_bits: budget,
-            bits: schemes.layers().iter().map(|s| s.bits_per_element(head_dim)).sum::<f64>() / layers as f64,
-            expected_kld: chosen.expected,
-        };
-        output::page(path, &scheme_file(args, &question, &tuned, &schemes))?;
-        files.push(tuned);
+        let schemes = schemes(&template, &chosen.layers, session.ranked())?;
+        let expected = Some(chosen.expected);
+        files.push(write_file(args, &question, path.clone(), Some(budget), expected, &schemes, head_dim)?);
     }
     let report = Report {
         files,
@@ -168,29 +190,51 @@ fn template_text(template: &Template) -> String {
     Schemes::of_parts(vec![(Scheme::Packed(template.scheme), basis)]).text(0)
 }
 
-fn schemes(template: &Template, chosen: &Allocation, ranked: &[Vec<Vec<u16>>]) -> Result<Schemes, Failure> {
-    let layers = chosen.layers.iter().zip(ranked);
+/// Writes the file of some schemes and says what is in it.
+fn write_file(
+    args: &TuneArgs,
+    question: &Question,
+    path: PathBuf,
+    budget_bits: Option<f64>,
+    expected_kld: Option<f64>,
+    schemes: &Schemes,
+    head_dim: usize,
+) -> Result<Tuned, Failure> {
+    let layers = schemes.layers();
+    let bits = layers.iter().map(|s| s.bits_per_element(head_dim)).sum::<f64>() / layers.len() as f64;
+    let tuned = Tuned { path, budget_bits, bits, expected_kld };
+    output::page(&tuned.path, &scheme_file(args, question, &tuned, schemes))?;
+    Ok(tuned)
+}
+
+fn schemes(template: &Template, chosen: &[(Form, Form)], ranked: &[Vec<Vec<u16>>]) -> Result<Schemes, Failure> {
+    let layers = chosen.iter().zip(ranked);
     let parts = layers.map(|(&(k, v), ranked)| template.layer(k, v, ranked)).collect::<Result<Vec<_>, _>>();
     Ok(Schemes::of_parts(parts.map_err(Failure::from)?))
 }
 
 /// The file that `--kv` reads.
 fn scheme_file(args: &TuneArgs, question: &Question, tuned: &Tuned, schemes: &Schemes) -> String {
+    let budget = tuned
+        .budget_bits
+        .map_or("the same in every layer".to_string(), |b| format!("at most {b} bits a packed element"));
     let mut text = format!(
-        "# Written by `kvant tune` {}: at most {} bits per packed element, {:.4} used.\n\
-         # Model {} (sha256 {}), calibrated on chunk {} of {} tokens of a text (sha256 {}){}.\n\
-         # Sum of the layers' divergences from f16 there: {:.5} nats.\n[layers]\n",
+        "# Written by `kvant tune{}--ctx {} --skip-chunks {} --kv {}` {}: {budget}, {:.4} bits used.\n\
+         # Model {} (sha256 {}), calibrated on a text of sha256 {}.\n",
+        if args.quick { " --quick " } else { " " },
+        question.ctx,
+        question.chunk,
+        question.template,
         env!("CARGO_PKG_VERSION"),
-        tuned.budget_bits,
         tuned.bits,
         Path::new(&args.model).file_name().unwrap_or_default().to_string_lossy(),
         question.model_sha256,
-        question.chunk,
-        question.ctx,
         question.text_sha256,
-        if args.quick { ", the quick way" } else { "" },
-        tuned.expected_kld,
     );
+    if let Some(expected) = tuned.expected_kld {
+        let _ = writeln!(text, "# Sum of the layers' divergences from f16 there: {expected:.5} nats.");
+    }
+    text.push_str("[layers]\n");
     for layer in 0..schemes.layers().len() {
         let _ = writeln!(text, "{layer} = \"{}\"", schemes.text(layer));
     }
@@ -259,9 +303,9 @@ fn render(report: &Report) -> String {
     for t in &report.files {
         table.row(vec![
             t.path.display().to_string(),
-            t.budget_bits.to_string(),
+            t.budget_bits.map_or(String::new(), |b| b.to_string()),
             format!("{:.4}", t.bits),
-            format!("{:.5}", t.expected_kld),
+            t.expected_kld.map_or(String::new(), |x| format!("{x:.5}")),
         ]);
     }
     format!(

@@ -17,7 +17,7 @@ const BLOCK: usize = 32;
 const PREFIX: &str = "llama.cpp:";
 
 /// Names of all imitations, without suffix.
-pub const RIVALS: [&str; 3] = ["llama.cpp:q8_0", "llama.cpp:q4_0", "llama.cpp:q4_0r"];
+pub const RIVALS: [&str; 4] = ["llama.cpp:q8_0", "llama.cpp:q8_0r", "llama.cpp:q4_0", "llama.cpp:q4_0r"];
 
 /// A format of another program.
 #[derive(Clone)]
@@ -48,6 +48,7 @@ impl Imitation {
     fn of(name: &str, format: &str, kept: Option<&str>) -> Result<Self, String> {
         let (bits, codec): (f64, Arc<dyn RowCodec>) = match format {
             "q8_0" => (8.5, Arc::new(LlamaBlocks::Q8_0)),
+            "q8_0r" => (8.5, Arc::new(HeadRotation(LlamaBlocks::Q8_0))),
             "q4_0" => (4.5, Arc::new(LlamaBlocks::Q4_0)),
             "q4_0r" => (4.5, Arc::new(HeadRotation(LlamaBlocks::Q4_0))),
             _ => return Err(format!("formats that can be imitated: {}", RIVALS.join(", "))),

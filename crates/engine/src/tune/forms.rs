@@ -77,7 +77,9 @@ pub fn complete(measured: &Sensitivity, layers: usize, head_dim: usize) -> Sensi
             }
             let known = |f: &Form| f.tensor == form.tensor && measured.contains_key(&(layer, *f));
             let bits = |f: &Form| f.code_bits(head_dim);
-            let cost = |f: &Form| measured[&(layer, *f)].max(f64::MIN_POSITIVE).ln();
+            // 0 would have no logarithm; a cost that is no number stays one.
+            let positive = |x: f64| if x < f64::MIN_POSITIVE { f64::MIN_POSITIVE } else { x };
+            let cost = |f: &Form| positive(measured[&(layer, *f)]).ln();
             let below =
                 FORMS.iter().filter(|f| known(f) && bits(f) <= bits(&form)).max_by(|a, b| bits(a).total_cmp(&bits(b)));
             let above =

@@ -8,7 +8,7 @@
 //! to those of least squares for the codes, [`REFITS`] times at most, each time if they are finite f16 and the error falls.
 //! The order of every sum is part of the formula: all kernels of append make the same records, to the bit.
 //! Source: the shrink search is that of AWQ's and OmniQuant's clipping (arXiv 2306.00978, 2308.13137), for one group alone.
-//! NOT here: vectors (append/cpu/generic.rs).
+//! NOT here: vectors (append/cpu/fitting.rs).
 
 /// Times that [`crate::scheme::Fit::Ls`] refits.
 pub(crate) const REFITS: usize = 3;

@@ -3,7 +3,8 @@
 //! Folded multipliers are 16-bit integers, scaled per query vector by a bound on their magnitudes (keys: one per range,
 //! from its scales; values: one per group, from its largest weight and scale). Codes become 16-bit words, the even bytes
 //! of a line and then the odd ones, masked in place, never shifted where lanes differ (a field's power of two goes into
-//! the descale). Sums stay exact in i32: `256 rows * 255 * 32767 < 2^31`, and no field in its place exceeds 255.
+//! the descale). Sums stay exact in i32: `256 rows * 255 * 32767 < 2^31`, as no field in its place exceeds 255; with 2 bits none
+//! exceeds 12, and there may be 384 rows.
 //! Accuracy: each multiplier is off by at most max/65534, below 5e-4 relative in the output of every parity case.
 //! NOT here: the loop (generic.rs), the bit format (quant/pack.rs), AVX-VNNI (avxvnni.rs).
 

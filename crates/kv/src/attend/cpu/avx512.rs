@@ -3,7 +3,7 @@
 //! Folded multipliers are 15-bit integers in two signed 8-bit limbs, `y = 128*hi + lo`, scaled per query vector by a bound
 //! on their magnitudes (keys: one per range, from its scales; values: one per group, from its largest weight and scale);
 //! codes are masked in place, never shifted where lanes differ (a field's power of two goes into the descale). Sums stay
-//! exact in i32: `256 rows * 255 * 127 * 128 < 2^31`.
+//! exact in i32: `384 rows * 255 * 127 * 128 < 2^31`.
 //! Accuracy: each multiplier is off by at most max/32512, about 6e-4 relative in the output of real shapes.
 //! Tried and lost: one limb per multiplier (error 0.15 unless the codes are centred).
 //! NOT here: the loop (generic.rs), the bit format (quant/pack.rs).
