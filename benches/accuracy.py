@@ -47,6 +47,15 @@ EVALS = {
          "k2v2g64w128s4.ls.rotv", "k2v2g64w128s4.mse.rotk.rotv", *LOUD, "k4v4g64w128s4p512.ls.rotk.rotv"],
     ),
 }
+# Run only when named, with a --model of its own: no such model is pulled.
+SECOND = "second"
+EVALS[SECOND] = (
+    "Another family: a qwen2 model of 0.5B, 2 kv heads of 64 channels, products of 15-bit activations",
+    "eighty.txt", 0, 2,
+    ["k8v8g64w128s4", "k4v4g64w128", "k4v4g64w128s4", "k4v4g64w128s4.ls.rotk.rotv", "k3v3g64w128s4", "k3v3g64w128s4.ls.rotk.rotv",
+     "k2v2g64w128s4", "k2v2g64w128s4.mse.rotv", "qw-2.75.toml", "qw-3.5.toml", "llama.cpp:q4_0r"],
+)
+MORE = {SECOND: ["--activations", "product"]}
 
 
 def measure(args):
@@ -56,10 +65,10 @@ def measure(args):
         "machine": facts(info(args.program)["machine"]),
         "evals": {},
     }
-    for name in args.only.split(",") if args.only else EVALS:
+    for name in args.only.split(",") if args.only else (name for name in EVALS if name != SECOND):
         _, text, skip, chunks, schemes = EVALS[name]
         words = ["eval", "--text", f"texts/{text}", "--skip-chunks", str(skip), "--chunks", str(args.chunks or chunks),
-                 "--kv", ",".join(schemes), "--json"]
+                 "--kv", ",".join(schemes), "--json", *MORE.get(name, [])]
         if args.model:
             words += ["--model", args.model]
         if args.threads:
@@ -93,12 +102,25 @@ def newest():
     return found
 
 
+def theirs(report):
+    """What llama.cpp's own tool has for the f16 cache, where it ran on the same chunks with f32 weights."""
+    for path in sorted(RECORDS.glob("*/accuracy/llama.cpp-*.json"), reverse=True):
+        record = json.loads(path.read_text())
+        same = record["ctx"] == report["ctx"] and record["chunks"] == report["chunks"] and report["skip_chunks"] == 0
+        if same and record["text"]["sha256"] == report["text"]["sha256"] and report["products"] == "f32":
+            for run in record["runs"]:
+                if (run["weights"], run["cache"], run["flash_attention"]) == ("f32", "f16", "on"):
+                    return f" (llama.cpp's own tool: {run['figures']['Final estimate: PPL'][0]:.4f})"
+    return ""
+
+
 def source(path, record, run, page):
     """Where a table comes from, in words."""
     report = run["report"]
     text = f"{pathlib.Path(report['text']['path']).name} (sha256 {report['text']['sha256'][:8]})"
+    model = pathlib.Path(report["model"]).name
     return (
-        f"{report['chunks']} chunks of {report['ctx']} tokens of {text}, f16 perplexity {report['base']['ppl']:.4f}; "
+        f"{model}: {report['chunks']} chunks of {report['ctx']} tokens of {text}, f16 perplexity {report['base']['ppl']:.4f}{theirs(report)}; "
         f"[record]({os.path.relpath(path, page.parent)}), commit {record['commit'][:10]}, {record['machine']['cpu']}."
     )
 

@@ -54,6 +54,28 @@ pub fn check_page(path: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
+/// Whether files to be written are others than each other and than those that are read.
+///
+/// # Errors
+/// [`Failure`] names the first that is not.
+pub fn check_apart(written: &[&Path], read: &[&Path]) -> Result<(), Failure> {
+    // A file that is not there yet has no canonical path; its folder has.
+    let place = |path: &Path| {
+        let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let folder = std::fs::canonicalize(folder).unwrap_or_else(|_| folder.to_path_buf());
+        std::fs::canonicalize(path).unwrap_or_else(|_| folder.join(path.file_name().unwrap_or_default()))
+    };
+    for (i, path) in written.iter().enumerate() {
+        if read.iter().any(|other| place(other) == place(path)) {
+            return Err(Failure::input(format!("{} is read, and would be overwritten", path.display()), PAGE_HINT));
+        }
+        if written[..i].iter().any(|other| place(other) == place(path)) {
+            return Err(Failure::input(format!("{} would be written twice", path.display()), PAGE_HINT));
+        }
+    }
+    Ok(())
+}
+
 /// Writes a page.
 ///
 /// # Errors

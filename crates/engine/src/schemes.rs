@@ -188,14 +188,17 @@ pub fn is_file(text_or_path: &str) -> bool {
     Path::new(text_or_path).extension().is_some_and(|e| e == "toml")
 }
 
-/// Layers that a scheme file names: as many as the model it was written for has, when it names all of them.
+/// Layers that a scheme file without `default` names: as many as the model it was written for has.
 ///
 /// # Errors
-/// [`Error::Read`] and [`Error::SchemeFile`], also when it names none.
+/// [`Error::Read`] and [`Error::SchemeFile`], also when it names none, or has a default for who knows how many.
 pub fn layers_named(path: &Path) -> Result<usize, Error> {
     let no = |why: String| Error::SchemeFile { path: path.into(), why };
     let file: File = toml::from_str(&read(path)?).map_err(|e| no(e.message().to_owned()))?;
     let last = file.layers.keys().filter_map(|name| name.rsplit('-').next()?.trim().parse::<usize>().ok()).max();
+    if file.default.is_some() {
+        return Err(no("it has a `default`, so nothing says how many layers there are: name each".into()));
+    }
     match last {
         None => Err(no("it names no layers, so nothing says how many there are".into())),
         Some(last) if last >= MOST_LAYERS => {
@@ -348,7 +351,7 @@ mod tests {
             [("3", "3 layers"), ("99999999999", "no model has"), ("18446744073709551615", "no model has")]
         {
             let file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
-            std::fs::write(file.path(), format!("default = \"f16\"\n[layers]\n\"0-{last}\" = \"k4v4g64\"\n")).unwrap();
+            std::fs::write(file.path(), format!("[layers]\n\"0-{last}\" = \"k4v4g64\"\n")).unwrap();
             match layers_named(file.path()) {
                 Ok(layers) => assert_eq!((layers, said), (4, "3 layers")),
                 Err(e) => assert!(e.to_string().contains(said), "{e}"),

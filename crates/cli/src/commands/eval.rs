@@ -18,7 +18,9 @@ use indicatif::ProgressBar;
 use kvant_engine::eval::{self, Contestant, Gate, Imitation, RIVALS, Settings};
 use kvant_engine::model::Config;
 use kvant_engine::schemes::{is_file, load_schemes};
+use kvant_kv::Scheme;
 use report::Report;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 /// A cache on the command line.
@@ -34,6 +36,9 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     check_kernel(args.kernel.as_deref())?;
     // A page that cannot be written should not cost a run first.
     [&args.html, &args.csv].into_iter().flatten().try_for_each(|path| output::check_page(path))?;
+    let outputs: Vec<&Path> = [&args.html, &args.csv].into_iter().flatten().map(PathBuf::as_path).collect();
+    let files = args.kv.split(',').map(str::trim).filter(|part| is_file(part)).map(Path::new);
+    output::check_apart(&outputs, &files.chain([args.text.as_path()]).collect::<Vec<_>>())?;
     let bytes = read(&args.text)?;
     let located = session::locate(&args.model)?;
     let entries = entries(&args.kv, &located.config)?;
@@ -43,6 +48,7 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         return retrieval::run(args, &located, entries, &settings, &text);
     }
     check_ctx(args.ctx, &located.config)?;
+    check_packs(&entries, args.ctx)?;
     check_memory(settings.logits_bytes(located.config.vocabulary), &located.config, args.activations.products())?;
     let text = tokens(&bytes, &located.tokenizer()?)?;
     let chunks = chunks(args, &text)?;
@@ -148,6 +154,19 @@ fn entries(text: &str, config: &Config) -> Result<Vec<Entry>, Failure> {
         entries.push(entry);
     }
     Ok(entries)
+}
+
+/// A cache that packs nothing before the last scored token is f16, and a bound on it bounds nothing.
+fn check_packs(entries: &[Entry], ctx: usize) -> Result<(), Failure> {
+    for Entry { contestant, .. } in entries {
+        let packed = |scheme: &Scheme| scheme.packed().is_some_and(|p| p.edge(ctx - 2) > p.sinks());
+        let layers = contestant.schemes.layers();
+        if layers.iter().any(|s| s.packed().is_some()) && !layers.iter().any(packed) {
+            let what = format!("{} packs nothing in {ctx} tokens: its window is as long", contestant.name);
+            return Err(Failure::input(what, "take a larger --ctx or a scheme with a smaller window"));
+        }
+    }
+    Ok(())
 }
 
 /// The chunks to follow.

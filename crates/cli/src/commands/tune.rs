@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -73,6 +74,10 @@ pub fn run(args: &TuneArgs) -> Result<()> {
     }
     let paths: Vec<PathBuf> = args.budget_bits.iter().map(|&bits| out_path(args, bits)).collect();
     paths.iter().try_for_each(|path| output::check_page(path))?;
+    let state_path = args.state.clone().unwrap_or_else(|| args.out.with_extension("state.json"));
+    output::check_page(&state_path)?;
+    let written: Vec<&Path> = paths.iter().chain([&state_path]).map(PathBuf::as_path).collect();
+    output::check_apart(&written, &[&args.text])?;
     let text = text::read(&args.text)?;
     let located = session::locate(&args.model)?;
     let config = located.config.clone();
@@ -81,7 +86,10 @@ pub fn run(args: &TuneArgs) -> Result<()> {
         - (f64::from(scheme.k_bits()) * (1.0 + scheme.loud_channels(head_dim) as f64 / head_dim as f64)
             + f64::from(scheme.v_bits()))
             / 2.0;
-    for &bits in &args.budget_bits {
+    for (i, &bits) in args.budget_bits.iter().enumerate() {
+        if args.budget_bits[..i].contains(&bits) {
+            return Err(Failure::input(format!("--budget-bits has {bits} twice"), "name each once").into());
+        }
         if bits < 2.0 + params {
             let least = 2.0 + params;
             let what =
@@ -100,6 +108,11 @@ pub fn run(args: &TuneArgs) -> Result<()> {
         let what = format!("{} has {} tokens, so {fit} chunks of {ctx}", args.text.display(), tokens.len());
         return Err(Failure::input(what, "give a longer --text, or a smaller --ctx or --skip-chunks").into());
     };
+    // What is compared lies in the second half: in its middle something must be packed, or nothing is measured.
+    if scheme.edge(ctx * 3 / 4) <= scheme.sinks() {
+        let what = format!("{} packs next to nothing in {ctx} tokens, so that nothing could be measured", args.kv);
+        return Err(Failure::input(what, "take a larger --ctx, or a --kv with a smaller window").into());
+    }
     let question = Question {
         model_sha256: text::sha256_of(located.path())?,
         text_sha256: text.sha256.clone(),
@@ -107,8 +120,7 @@ pub fn run(args: &TuneArgs) -> Result<()> {
         chunk: args.skip_chunks,
         template: template_text(&template),
     };
-    let state_path = args.state.clone().unwrap_or_else(|| args.out.with_extension("state.json"));
-    let mut costs = if args.uniform { Sensitivity::new() } else { read_state(&state_path, &question)? };
+    let mut costs = if args.uniform { Sensitivity::new() } else { read_state(&state_path, &question, layers)? };
 
     let started = Instant::now();
     let forms: &[Form] = match (args.uniform, args.quick) {
@@ -252,7 +264,7 @@ fn key_text((layer, form): &(usize, Form)) -> String {
 }
 
 /// Costs that an earlier run of the same question measured.
-fn read_state(path: &Path, question: &Question) -> Result<Sensitivity, Failure> {
+fn read_state(path: &Path, question: &Question, layers: usize) -> Result<Sensitivity, Failure> {
     let text = match fs::read_to_string(path) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Sensitivity::new()),
         Err(e) => {
@@ -270,23 +282,27 @@ fn read_state(path: &Path, question: &Question) -> Result<Sensitivity, Failure> 
     }
     let mut costs = Sensitivity::new();
     for (key, cost) in state.costs {
-        let known = key
-            .split_once(' ')
-            .and_then(|(layer, form)| Some((layer.parse().ok()?, FORMS.into_iter().find(|f| f.to_string() == form)?)));
-        let Some(known) = known else {
-            return Err(Failure::input(format!("{} has an unknown entry `{key}`", path.display()), hint));
+        let mut keys = (0..layers).flat_map(|layer| FORMS.into_iter().map(move |form| (layer, form)));
+        let Some(known) = keys.find(|known| key_text(known) == key).filter(|_| cost.is_finite() && cost >= 0.0) else {
+            let what = format!("{} has an entry that is none, `{key}`: {cost}", path.display());
+            return Err(Failure::input(what, hint));
         };
         costs.insert(known, cost);
     }
     Ok(costs)
 }
 
-/// Writes beside and renames: a run stopped while it writes leaves the old file.
+/// Writes beside and renames: a run stopped while it writes leaves the old file, and two runs do not meet.
 fn write_state(path: &Path, question: &Question, costs: &Sensitivity) -> Result<()> {
     let state = State { question: question.clone(), costs: costs.iter().map(|(key, &x)| (key_text(key), x)).collect() };
-    let beside = path.with_extension("partial");
-    output::page(&beside, &serde_json::to_string_pretty(&state)?)?;
-    fs::rename(&beside, path).map_err(|e| {
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let write = || -> std::io::Result<()> {
+        let mut beside = tempfile::NamedTempFile::new_in(folder)?;
+        beside.write_all(serde_json::to_string_pretty(&state)?.as_bytes())?;
+        beside.persist(path)?;
+        Ok(())
+    };
+    write().map_err(|e| {
         let what = format!("cannot write the state file {}: {e}", path.display());
         Failure::input(what, "name another one with --state")
     })?;

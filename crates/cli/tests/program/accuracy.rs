@@ -18,6 +18,31 @@ fn eval(folder: &Path, more: &[&str]) -> Run {
     kvant(["eval", "--text", text.to_str().unwrap(), "--ctx", "512", "--activations", "product"].iter().chain(more))
 }
 
+/// Files of this repository, tuned and of loud channels: within bounds about twice of what they have on this text, and better
+/// than two bits without.
+#[test]
+fn scheme_files_keep_their_bounds() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str| format!("{}/../../schemes/{name}.toml", env!("CARGO_MANIFEST_DIR"));
+    let kv = [file("smollm2-135m-2.75"), file("levers/k2l4v2"), "k2v2g64w128s4.mse.rotv".into()].join(",");
+    let run = eval(folder.path(), &["--chunks", "1", "--kv", &kv, "--json"]);
+    assert_eq!(run.code, Some(0), "{run:?}");
+    let out: Value = serde_json::from_str(&run.stdout).unwrap();
+    let kld: Vec<f64> = out["rows"].as_array().unwrap().iter().map(|r| r["kld_mean"].as_f64().unwrap()).collect();
+    assert!(kld[0] <= 0.04 && kld[1] <= 0.04 && kld[2] >= 2.0 * kld[1], "{kld:?}");
+}
+
+#[test]
+fn a_cache_that_packs_nothing_and_files_that_would_be_lost_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    eval(folder.path(), &["--chunks", "1", "--kv", "k4v4g64w512"])
+        .is_refused("k4v4g64w512 packs nothing in 512 tokens");
+    let text = folder.path().join("text.txt");
+    eval(folder.path(), &["--csv", text.to_str().unwrap()]).is_refused("is read, and would be overwritten");
+    eval(folder.path(), &["--csv", "x.out", "--html", "./x.out"]).is_refused("would be written twice");
+    eval(folder.path(), &["--kv", "k2l4v2g64"]).is_refused("nothing says which 16 channels of each head are loud");
+}
+
 /// Two chunks, three schemes, within bounds about twice of what they have on this text.
 #[test]
 fn a_short_evaluation_keeps_its_bounds_and_writes_what_it_prints() {

@@ -69,7 +69,16 @@ fn bad_input_to_tune_is_refused() {
     check(&["--budget-bits", "3", "--ctx", "3"], "--ctx 3 is under 4");
     check(&["--budget-bits", "3", "--ctx", "9000"], "over the context of this model");
     check(&["--budget-bits", "3", "--skip-chunks", "50"], "chunks of 1024");
+    check(&["--budget-bits", "3,3.0"], "--budget-bits has 3 twice");
+    check(&["--budget-bits", "3", "--ctx", "128", "--quick"], "packs next to nothing in 128 tokens");
     check(&[], "--budget-bits");
+    let text = folder.path().join("text.txt");
+    let same = folder.path().join("tuned.toml");
+    check(&["--budget-bits", "3", "--state", text.to_str().unwrap()], "is read, and would be overwritten");
+    check(&["--budget-bits", "3", "--state", same.to_str().unwrap()], "would be written twice");
+    check(&["--budget-bits", "3", "--state", "/no/such/state.json"], "its folder is not there");
+    kvant(["tune", "--text", text.to_str().unwrap(), "--budget-bits", "3", "--out", "tuned.txt"])
+        .is_refused("does not end in .toml");
     let words = ["tune", "--text", "/nowhere.txt", "--budget-bits", "3"];
     kvant(words).is_refused("cannot read the text /nowhere.txt");
     let out = folder.path().join("no/such.toml");

@@ -57,7 +57,8 @@ impl Imitation {
             None => None,
             // The bits of this scheme's records count for nothing: what they give back is replaced.
             Some(kept) => match format!("k4v4g{BLOCK}{kept}").parse() {
-                Ok(Scheme::Packed(packed)) if !kept.is_empty() => Some(packed),
+                // A fit would be ignored.
+                Ok(Scheme::Packed(packed)) if !kept.is_empty() && !kept.contains('.') => Some(packed),
                 _ => return Err("behind the + stand window_len, sinks and page_len, as in +w128s4".into()),
             },
         };
@@ -165,6 +166,7 @@ mod tests {
             ("llama.cpp:", "formats"),
             ("llama.cpp:q4_0+", "behind the +"),
             ("llama.cpp:q4_0+128", "behind the +"),
+            ("llama.cpp:q4_0+w128.mse", "behind the +"),
             ("llama.cpp:q4_0+w128s99", "behind the +"),
         ] {
             let e = parse(bad).err().unwrap();
