@@ -86,10 +86,7 @@ pub fn run(args: &TuneArgs) -> Result<()> {
         - (f64::from(scheme.k_bits()) * (1.0 + scheme.loud_channels(head_dim) as f64 / head_dim as f64)
             + f64::from(scheme.v_bits()))
             / 2.0;
-    for (i, &bits) in args.budget_bits.iter().enumerate() {
-        if args.budget_bits[..i].contains(&bits) {
-            return Err(Failure::input(format!("--budget-bits has {bits} twice"), "name each once").into());
-        }
+    for &bits in &args.budget_bits {
         if bits < 2.0 + params {
             let least = 2.0 + params;
             let what =

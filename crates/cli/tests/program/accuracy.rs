@@ -25,7 +25,7 @@ fn scheme_files_keep_their_bounds() {
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str| format!("{}/../../schemes/{name}.toml", env!("CARGO_MANIFEST_DIR"));
     let kv = [file("smollm2-135m-2.75"), file("levers/k2l4v2"), "k2v2g64w128s4.mse.rotv".into()].join(",");
-    let run = eval(folder.path(), &["--chunks", "1", "--kv", &kv, "--json"]);
+    let run = eval(folder.path(), &["--chunks", "2", "--kv", &kv, "--json"]);
     assert_eq!(run.code, Some(0), "{run:?}");
     let out: Value = serde_json::from_str(&run.stdout).unwrap();
     let kld: Vec<f64> = out["rows"].as_array().unwrap().iter().map(|r| r["kld_mean"].as_f64().unwrap()).collect();

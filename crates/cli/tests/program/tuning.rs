@@ -34,7 +34,7 @@ fn a_budget_becomes_a_file_that_commands_read_and_another_budget_costs_nothing_m
     assert!(path.ends_with("tuned-3.25.toml"));
     let file = fs::read_to_string(path).unwrap();
     assert!(
-        file.starts_with("# Written by `kvant tune`")
+        file.starts_with("# Written by `kvant tune --quick --ctx 64")
             && file.contains("[layers]\n0 = \"k")
             && file.contains(".mse.rotv")
     );
@@ -69,7 +69,7 @@ fn bad_input_to_tune_is_refused() {
     check(&["--budget-bits", "3", "--ctx", "3"], "--ctx 3 is under 4");
     check(&["--budget-bits", "3", "--ctx", "9000"], "over the context of this model");
     check(&["--budget-bits", "3", "--skip-chunks", "50"], "chunks of 1024");
-    check(&["--budget-bits", "3,3.0"], "--budget-bits has 3 twice");
+    check(&["--budget-bits", "3,3.0"], "tuned-3.toml would be written twice");
     check(&["--budget-bits", "3", "--ctx", "128", "--quick"], "packs next to nothing in 128 tokens");
     check(&[], "--budget-bits");
     let text = folder.path().join("text.txt");
