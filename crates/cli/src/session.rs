@@ -201,7 +201,7 @@ mod tests {
     #[test]
     fn scheme_and_arm_follow_each_other() {
         let pick = |kv, arm| schemes_and_arm(kv, arm, 2).map(|(s, a)| (s.to_string(), a));
-        assert_eq!(pick(None, None).unwrap(), ("k4v4g64w128s4p512.ls.rotk.rotv".into(), Arm::Fused));
+        assert_eq!(pick(None, None).unwrap(), ("k4v4g64w128s4p512.rotv".into(), Arm::Fused));
         assert_eq!(pick(Some("safe"), None).unwrap(), ("k8v8g64w128s4p512".into(), Arm::Fused));
         assert_eq!(pick(Some("f16"), None).unwrap(), ("f16".into(), Arm::F16));
         assert_eq!(pick(None, Some(ArmName::F16)).unwrap(), ("f16".into(), Arm::F16));

@@ -15,17 +15,18 @@ pub struct Preset {
 /// Name of the preset that is used where nothing is said.
 pub const DEFAULT: &str = PRESETS[1].name;
 
-/// Every preset, the most exact first. All keep 4 sinks, a window of 128 and pages of 512.
+/// Every preset, the most exact first. All keep 4 sinks, a window of 128 and pages of 512. None rotates keys: what helps a model
+/// a little ruins another (docs/decisions/0012-schemes-by-error.md).
 pub const PRESETS: [Preset; 3] = [
     Preset { name: "safe", scheme: "k8v8g64w128s4p512", what: "answers as with f16 in half the memory" },
     Preset {
         name: "balanced",
-        scheme: "k4v4g64w128s4p512.ls.rotk.rotv",
+        scheme: "k4v4g64w128s4p512.rotv",
         what: "less than a third of the memory, hardly a different answer",
     },
     Preset {
         name: "small",
-        scheme: "k3v2g64w128s4p512.ls.rotk.rotv",
+        scheme: "k3v2g64w128s4p512.ls.rotv",
         what: "about a fifth of the memory, answers that differ; a tuned scheme file of the same size differs less",
     },
 ];

@@ -162,7 +162,7 @@ pub struct TuneArgs {
     #[arg(long, value_name = "FILE", default_value = "tuned.toml")]
     pub out: PathBuf,
     /// Everything but the bits: group_len, window, sinks, pages, fit and rotations of this scheme
-    #[arg(long, value_name = "SCHEME", default_value = "k2v2g64w128s4p512.ls.rotk.rotv")]
+    #[arg(long, value_name = "SCHEME", default_value = "k2v2g64w128s4p512.ls.rotv")]
     pub kv: String,
     /// Choose no bits: the scheme of --kv in every layer, and only which of its key channels are loud
     #[arg(long, conflicts_with_all = ["budget_bits", "quick"])]

@@ -95,6 +95,6 @@ fn loud_channels_need_a_file_and_the_small_preset_warns() {
     assert!(run.code == Some(0) && run.stderr.contains("warning: the preset small"), "{run:?}");
     let run = kvant(["generate", "--prompt", "x", "--max-tokens", "1", "--json"]);
     let out: Value = serde_json::from_str(&run.stdout).unwrap();
-    assert_eq!(out["cache"]["scheme"], "k4v4g64w128s4p512.ls.rotk.rotv");
+    assert_eq!(out["cache"]["scheme"], "k4v4g64w128s4p512.rotv");
     assert!(!run.stderr.contains("warning"), "{run:?}");
 }
