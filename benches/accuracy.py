@@ -31,7 +31,7 @@ LOUD = [f"schemes/levers/k2l{share}v2.toml" for share in (8, 4, 2)]  # k2lNv2g64
 
 # Name, title, text, chunks left out, chunks, schemes.
 EVALS = {
-    "presets": ("Presets", "eighty.txt", 0, 8, ["safe", "balanced", "small"]),
+    "presets": ("Presets", "eighty.txt", 0, 8, [*PRESETS]),
     "formats": (
         "Tuned files, rotated keys, and llama.cpp's formats (imitated)",
         "eighty.txt", 0, 8,

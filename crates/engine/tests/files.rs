@@ -141,7 +141,7 @@ fn random_damage_of_the_header_never_panics() {
 fn other_architectures_are_named() {
     let text = |s: &str| Value::String(s.into());
     let e = changed(|p| drop(p.metadata.insert("general.architecture".into(), text("mamba"))));
-    assert_eq!(e.to_string(), "models of architecture `mamba` are not supported; supported: llama");
+    assert_eq!(e.to_string(), "models of architecture `mamba` are not supported; supported: llama, qwen2");
     let e = changed(|p| {
         p.metadata.insert("general.architecture".into(), text("deepseek2"));
         p.metadata.insert("deepseek2.attention.kv_lora_rank".into(), Value::U32(512));
