@@ -5,7 +5,7 @@
 //! form of its keys (bits, share of loud channels) or values (bits), this layer alone stores that form, all layers behind it
 //! run again, and the KL divergence of the predictions from f16's says what the form costs there.
 //! Allocation: divergences of layers add up nearly enough that a greedy choice by divergence saved per bit is good
-//! (docs/accuracy.md compares what was promised with what was measured).
+//! (the files in schemes/ carry the sum, docs/accuracy.md what each really costs).
 //! Loud channels of a head: the largest `rms(q) * range(k)` over the calibration text, the bound of what their rounding does to
 //! a score.
 //! Rooms: forms.rs (what a layer may store), session.rs (measuring), allocate.rs (choosing).
