@@ -174,13 +174,13 @@ impl Engine {
             return Err(kvant_kv::Error::Shape { what: "schemes, one per layer", expected, got }.into());
         }
         // The arms of plain caches store no scheme, so there is nothing to turn for.
-        let bases = if matches!(options.arm, Arm::F16 | Arm::Bf16) {
+        let plain = matches!(options.arm, Arm::F16 | Arm::Bf16);
+        let bases = if plain {
             vec![Basis::default(); config.layers]
         } else {
             schemes.check_loud(&config.shape)?;
             schemes.complete_bases(&config.shape)
         };
-        let plain = matches!(options.arm, Arm::F16 | Arm::Bf16);
         let layers: Vec<LayerConfig> =
             schemes.layers().iter().map(|&scheme| LayerConfig { shape: config.shape, scheme }).collect();
         let cache = Cache::new(&layers, options.arm)?;

@@ -6,6 +6,7 @@
 //! What is given back is rounded to f16 once more: a relative 2^-11 beside steps of 1/8 or 1/127 of a block's largest value.
 //! NOT here: kvant's own schemes, which run their real kernels; speed, which an imitation says nothing about.
 
+use crate::model::rotate_heads;
 use half::f16;
 use kvant_kv::{PackedScheme, RowCodec, Scheme, SchemeError};
 use std::sync::Arc;
@@ -117,31 +118,13 @@ impl RowCodec for LlamaBlocks {
 #[derive(Debug, Clone, Copy)]
 pub struct HeadRotation<C>(pub C);
 
-fn rotate(x: &mut [f32]) {
-    let n = x.len();
-    let mut half = 1;
-    while half < n {
-        for pair in x.chunks_exact_mut(2 * half) {
-            let (a, b) = pair.split_at_mut(half);
-            for (a, b) in a.iter_mut().zip(b) {
-                (*a, *b) = (*a + *b, *a - *b);
-            }
-        }
-        half *= 2;
-    }
-    let scale = (n as f32).sqrt().recip();
-    x.iter_mut().for_each(|x| *x *= scale);
-}
-
 impl<C: RowCodec> RowCodec for HeadRotation<C> {
     fn round_trip(&self, head_dim: usize, k: &mut [f32], v: &mut [f32]) {
-        let order = 1 << head_dim.trailing_zeros();
-        let rotate_all = |x: &mut [f32]| x.chunks_exact_mut(order).for_each(rotate);
-        rotate_all(k);
-        rotate_all(v);
+        rotate_heads(k, head_dim);
+        rotate_heads(v, head_dim);
         self.0.round_trip(head_dim, k, v);
-        rotate_all(k);
-        rotate_all(v);
+        rotate_heads(k, head_dim);
+        rotate_heads(v, head_dim);
     }
 }
 
@@ -203,7 +186,7 @@ mod tests {
     fn the_rotation_is_its_own_inverse_and_spreads_one_channel_over_all() {
         let mut one = vec![0.0; 64];
         one[5] = 8.0;
-        rotate(&mut one);
+        rotate_heads(&mut one, 64);
         assert!(one.iter().all(|x| (x.abs() - 1.0).abs() < 1e-6));
         for d in [64, 80, 96, 128] {
             let before: Vec<f32> = (0..2 * d).map(|i| ((i * 37) % 101) as f32 - 50.0).collect();

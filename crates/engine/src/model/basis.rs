@@ -30,11 +30,11 @@ impl Basis {
         let d = shape.head_dim;
         let (q_len, k_len) = (shape.q_heads * d, shape.row_len());
         if self.rotate_k {
-            each_row(q, q_len, |_, row| rotate(row, d));
-            each_row(k, k_len, |_, row| rotate(row, d));
+            each_row(q, q_len, |_, row| rotate_heads(row, d));
+            each_row(k, k_len, |_, row| rotate_heads(row, d));
         }
         if self.rotate_v {
-            each_row(v, k_len, |_, row| rotate(row, d));
+            each_row(v, k_len, |_, row| rotate_heads(row, d));
         }
         if let Some(orders) = &self.key_order {
             let ratio = shape.q_heads / shape.kv_heads;
@@ -46,16 +46,16 @@ impl Basis {
     /// Turns attention's rows back. Shape: f32 `[rows][q_heads][head_dim]`.
     pub fn leave(&self, shape: &LayerShape, out: &mut [f32]) {
         if self.rotate_v {
-            each_row(out, shape.q_heads * shape.head_dim, |_, row| rotate(row, shape.head_dim));
+            each_row(out, shape.q_heads * shape.head_dim, |_, row| rotate_heads(row, shape.head_dim));
         }
     }
 }
 
-/// Rotates each head of a row.
-fn rotate(row: &mut [f32], head_dim: usize) {
+/// Rotates each head of some rows: see the formula above.
+pub(crate) fn rotate_heads(rows: &mut [f32], head_dim: usize) {
     let size = 1 << head_dim.trailing_zeros();
     let scale = (size as f32).sqrt().recip();
-    for block in row.chunks_exact_mut(size) {
+    for block in rows.chunks_exact_mut(size) {
         let mut half = 1;
         while half < size {
             for pair in block.chunks_exact_mut(2 * half) {

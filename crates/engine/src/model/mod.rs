@@ -11,6 +11,7 @@ pub mod linear;
 mod matmul;
 pub mod rope;
 
+pub(crate) use basis::rotate_heads;
 pub use basis::{Basis, order_with_first};
 pub use config::{ARCHITECTURES, Architecture, Config};
 
