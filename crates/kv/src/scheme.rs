@@ -135,7 +135,7 @@ impl PackedScheme {
     }
     /// Loud channels of a head, its first ones: its share, rounded up to a multiple of 8.
     pub fn loud_channels(&self, head_dim: usize) -> usize {
-        head_dim.checked_div(self.loud).map_or(0, |n| n.next_multiple_of(LOUD_STEP))
+        loud_channels(self.loud, head_dim)
     }
     /// How scales and zeros are chosen.
     pub fn fit(&self) -> Fit {
@@ -183,11 +183,21 @@ impl PackedScheme {
     /// Effective bits of one packed element, keys and values averaged, scale and zero (f16 each) included.
     pub fn bits_per_element(&self, head_dim: usize) -> f64 {
         let v_groups = head_dim.div_ceil(self.v_group_len(head_dim)) as f64;
-        let loud = self.loud_channels(head_dim) as f64 / head_dim as f64;
-        let k = self.k_bits as f64 * (1.0 + loud) + 32.0 / self.group_len as f64;
+        let k = code_bits(self.k_bits, self.loud, head_dim) + 32.0 / self.group_len as f64;
         let v = self.v_bits as f64 + 32.0 * v_groups / head_dim as f64;
         (k + v) / 2.0
     }
+}
+
+/// Loud channels of a head when one in `one_in` is (0: none): rounded up to whole lines of codes.
+fn loud_channels(one_in: usize, head_dim: usize) -> usize {
+    head_dim.checked_div(one_in).map_or(0, |n| n.next_multiple_of(LOUD_STEP))
+}
+
+/// Bits of a code of `bits`, averaged over the channels of a head of which one in `one_in` (0: none) has twice as many; scale and
+/// zero not included.
+pub fn code_bits(bits: u32, one_in: usize, head_dim: usize) -> f64 {
+    bits as f64 * (1.0 + loud_channels(one_in, head_dim) as f64 / head_dim as f64)
 }
 
 /// Largest window_len or page_len (tokens): far above any model's context, small enough that sums cannot overflow.

@@ -82,10 +82,10 @@ pub fn run(args: &TuneArgs) -> Result<()> {
     let located = session::locate(&args.model)?;
     let config = located.config.clone();
     let (layers, head_dim) = (config.layers, config.shape.head_dim);
-    let params = scheme.bits_per_element(head_dim)
-        - (f64::from(scheme.k_bits()) * (1.0 + scheme.loud_channels(head_dim) as f64 / head_dim as f64)
-            + f64::from(scheme.v_bits()))
-            / 2.0;
+    let form = |tensor, bits, loud| Form { tensor, bits, loud };
+    let asked = (form(Tensor::K, scheme.k_bits(), scheme.loud()), form(Tensor::V, scheme.v_bits(), 0));
+    let codes = (asked.0.code_bits(head_dim) + asked.1.code_bits(head_dim)) / 2.0;
+    let params = scheme.bits_per_element(head_dim) - codes;
     for &bits in &args.budget_bits {
         if bits < 2.0 + params {
             let least = 2.0 + params;
@@ -155,9 +155,7 @@ pub fn run(args: &TuneArgs) -> Result<()> {
     let all = tune::complete(&costs, layers, head_dim);
     let mut files = Vec::new();
     if args.uniform {
-        let form = |tensor, bits, loud| Form { tensor, bits, loud };
-        let pair = (form(Tensor::K, scheme.k_bits(), scheme.loud()), form(Tensor::V, scheme.v_bits(), 0));
-        let schemes = schemes(&template, &[pair].repeat(layers), session.ranked())?;
+        let schemes = schemes(&template, &[asked].repeat(layers), session.ranked())?;
         files.push(write_file(args, &question, args.out.clone(), None, None, &schemes, head_dim)?);
     }
     for (&budget, path) in args.budget_bits.iter().zip(&paths) {

@@ -98,8 +98,7 @@ pub fn complete(measured: &Sensitivity, layers: usize, head_dim: usize) -> Sensi
 impl Form {
     /// Bits of a code, those of loud channels averaged in.
     pub fn code_bits(&self, head_dim: usize) -> f64 {
-        let loud = head_dim.checked_div(self.loud).map_or(0, |n| n.next_multiple_of(8)) as f64;
-        f64::from(self.bits) * (1.0 + loud / head_dim as f64)
+        kvant_kv::scheme::code_bits(self.bits, self.loud, head_dim)
     }
 }
 
