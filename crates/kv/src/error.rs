@@ -98,6 +98,26 @@ pub enum Error {
         /// The missing instruction set, or that there is no such kernel.
         why: String,
     },
+    /// The budget of the cache has no room for a block; nothing of the call was stored.
+    #[error("the cache's memory is used up: {need} more bytes are needed and {free} are free")]
+    OutOfBlocks {
+        /// Bytes of the block.
+        need: usize,
+        /// Bytes left of the budget.
+        free: usize,
+    },
+    /// A page that is not (or no longer) held.
+    #[error("page {id} is not in this cache")]
+    NoSuchPage {
+        /// The handle's number.
+        id: usize,
+    },
+    /// A sequence that cannot be saved, or bytes that are no saved sequence of this cache.
+    #[error("the saved cache cannot be used: {why}")]
+    Saved {
+        /// What does not fit.
+        why: String,
+    },
     /// The operating system refused memory.
     #[error("out of memory: could not map {bytes} bytes for the cache")]
     OutOfMemory {

@@ -16,7 +16,7 @@ pub mod scheme;
 pub mod shape;
 
 pub use attend::{AttendOptions, Attention};
-pub use cache::{Arm, Cache, CacheBytes, LayerConfig, RowCodec, Rows, SeqId};
+pub use cache::{Arm, Cache, CacheBytes, LayerConfig, PageId, RowCodec, Rows, SeqId};
 pub use element::RowFormat;
 pub use error::Error;
 pub use scheme::{Fit, PackedScheme, Scheme, SchemeError};

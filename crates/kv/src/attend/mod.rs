@@ -172,7 +172,7 @@ impl Attention {
         }
         plan::run(self.variant, &self.threads, self.split, &problems, q, out);
         // What the problems really carried, not what the arm should have done.
-        let read = |p: &Problem<'_>, v: &SeqView<'_>| match (v.groups() > 0, p.records.is_some()) {
+        let read = |p: &Problem<'_>, v: &SeqView<'_>| match (!v.groups().is_empty(), p.records.is_some()) {
             (true, true) => Some("packed"),
             (true, false) if cache.arm() == Arm::DequantStep => Some("dequant-step"),
             (true, false) => Some("dequant-once"),
@@ -296,13 +296,14 @@ fn check_queries(
 /// A sequence of the cache as kernels read it.
 struct CacheSource<'a> {
     view: SeqView<'a>,
-    /// The dequant-step arm's f16 copy of the packed part, made anew for every call.
-    step: Option<(PlainLayout, Vec<f16>)>,
+    /// The dequant-step arm's f16 copy of the packed part, made anew for every call, and the position that it starts at.
+    step: Option<(PlainLayout, usize, Vec<f16>)>,
 }
 
 impl<'a> CacheSource<'a> {
     fn new(view: SeqView<'a>, arm: Arm) -> Self {
-        let step = (arm == Arm::DequantStep).then(|| (view.spec.plain, dequantize_all(&view)));
+        let start = if view.spec.record.is_some() { view.groups().start * view.spec.group_len() } else { 0 };
+        let step = (arm == Arm::DequantStep).then(|| (view.spec.plain, start, dequantize_all(&view)));
         Self { view, step }
     }
 }
@@ -312,9 +313,9 @@ fn dequantize_all(view: &SeqView<'_>) -> Vec<f16> {
     let Some(layout) = view.spec.record.as_ref() else { return Vec::new() };
     let per_group = layout.group_len / BLOCK_LEN;
     let block_bytes = view.spec.plain.block_bytes(view.spec.shape.kv_heads);
-    let mut rows = vec![f16::ZERO; view.groups() * per_group * block_bytes / size_of::<f16>()];
+    let mut rows = vec![f16::ZERO; view.groups().len() * per_group * block_bytes / size_of::<f16>()];
     let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut rows);
-    for (group, blocks) in bytes.chunks_exact_mut(per_group * block_bytes).enumerate() {
+    for (group, blocks) in view.groups().zip(bytes.chunks_exact_mut(per_group * block_bytes)) {
         for head in 0..view.spec.shape.kv_heads {
             let blocks = blocks.chunks_exact_mut(block_bytes).map(|b| view.spec.plain.head_mut(b, head));
             dequantize_record(layout, view.record(head, group), &mut blocks.collect::<Vec<_>>());
@@ -338,10 +339,10 @@ impl Source for CacheSource<'_> {
 
     fn dequantized_block(&self, head: usize, position: usize) -> (&[f16], &[f16]) {
         match &self.step {
-            Some((layout, rows)) => {
+            Some((layout, start, rows)) => {
                 let bytes: &[u8] = bytemuck::cast_slice(rows);
                 let block_bytes = layout.block_bytes(self.view.spec.shape.kv_heads);
-                layout.head(&bytes[position / BLOCK_LEN * block_bytes..][..block_bytes], head)
+                layout.head(&bytes[(position - start) / BLOCK_LEN * block_bytes..][..block_bytes], head)
             }
             None => self.view.copy_block(head, position).expect("arms that read records have no use for a copy"),
         }

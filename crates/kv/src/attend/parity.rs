@@ -200,7 +200,7 @@ fn check(cases: impl IntoIterator<Item = Case>) {
         count += 1;
         let shape = LayerShape::new(case.q_heads, case.kv_heads, case.head_dim).unwrap();
         let scheme = case.scheme.parse().unwrap();
-        let mut cache = Cache::new(&[LayerConfig { shape, scheme }], case.arm).unwrap();
+        let mut cache = Cache::new(&[LayerConfig { shape, scheme, visible: None }], case.arm).unwrap();
         let seq = cache.add_sequence();
         let x = numbers(&case);
         let past = case.past * shape.row_len();
@@ -340,7 +340,8 @@ fn softcap_sink_logits_and_first_visible() {
 fn a_row_that_sees_nothing_is_zero() {
     let shape = LayerShape::new(4, 2, 64).unwrap();
     for scheme in ["f16", "bf16", "k4v4g32"] {
-        let mut cache = Cache::new(&[LayerConfig { shape, scheme: scheme.parse().unwrap() }], Arm::Fused).unwrap();
+        let mut cache =
+            Cache::new(&[LayerConfig { shape, scheme: scheme.parse().unwrap(), visible: None }], Arm::Fused).unwrap();
         let seq = cache.add_sequence();
         let rows = [Rows { seq, rows: 100 }];
         let x = numbers(&Case { rows: 100, past: 0, q_heads: 4, kv_heads: 2, ..Case::decode(64, scheme, 100) });

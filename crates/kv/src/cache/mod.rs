@@ -1,17 +1,25 @@
 //! The cache: sequences of tokens, packed by position. In: K and V rows; out: views that attention reads.
 //! NOT here: the formula of the quantizer (quant/), attention (attend/).
 
+mod extent;
 pub(crate) mod layout;
+mod pages;
+mod pools;
+mod saved;
 pub(crate) mod store;
 #[cfg(test)]
 mod tests;
 
 use crate::append::cpu::{Variant, best};
 use crate::{Error, LayerShape, Scheme};
+use extent::Extent;
 use half::f16;
+pub use pages::PageId;
+use pages::Pages;
+use pools::{BlockUse, Pools};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use store::{BlockUse, LayerSpec, Pools, SeqView, Store};
+use store::{LayerSpec, SeqView, Store};
 
 impl std::fmt::Display for Arm {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -67,6 +75,8 @@ pub struct LayerConfig {
     pub shape: LayerShape,
     /// How its tokens are stored.
     pub scheme: Scheme,
+    /// A query at position i sees keys at positions above `i - visible`; None: all.
+    pub visible: Option<usize>,
 }
 
 /// Handle of a sequence in a [`Cache`]. Not reused while the cache lives.
@@ -112,6 +122,7 @@ pub struct Cache {
     arm: Arm,
     sequences: BTreeMap<SeqId, Vec<Store>>,
     next_id: usize,
+    pages: Pages,
     kernel: &'static Variant,
 }
 
@@ -126,10 +137,12 @@ impl Cache {
         }
         let mut pools = Pools::default();
         let scheme = |c: &LayerConfig| arm.plain_scheme().unwrap_or(c.scheme);
-        let layers: Vec<_> = layers.iter().map(|c| LayerSpec::new(c.shape, scheme(c), &mut pools)).collect();
+        let stored = |c: &LayerConfig| LayerConfig { scheme: scheme(c), ..*c };
+        let layers: Vec<_> = layers.iter().map(|c| LayerSpec::new(&stored(c), &mut pools)).collect();
         let copies = |l: &LayerSpec| arm == Arm::DequantOnce && l.record.is_some();
         let copy_pools = layers.iter().map(|l| copies(l).then(|| l.copy_pool(&mut pools))).collect();
-        Ok(Self { layers, copy_pools, pools, arm, sequences: BTreeMap::new(), next_id: 0, kernel: best() })
+        let (sequences, pages) = (BTreeMap::new(), Pages::default());
+        Ok(Self { layers, copy_pools, pools, arm, sequences, next_id: 0, pages, kernel: best() })
     }
 
     /// From now on the copy that the dequant-once arm attends is what `codec` gives back for each group's f16 rows, not
@@ -193,7 +206,7 @@ impl Cache {
                 // Earlier entries of the call are not committed yet, so their rows can always go again.
                 for entry in &batch[..done] {
                     let store = &mut self.sequences.get_mut(&entry.seq).expect("checked")[layer];
-                    let len = store.len - entry.rows;
+                    let len = store.extent.len - entry.rows;
                     store.trim(spec, copy_pool, &mut self.pools, len);
                 }
                 return Err(e);
@@ -214,7 +227,7 @@ impl Cache {
             row -= entry.rows;
             entry = entries.next().expect("a number has a row");
         }
-        let held = self.sequences[&entry.seq][layer].len;
+        let held = self.sequences[&entry.seq][layer].extent.len;
         let head = at % shape.row_len() / shape.head_dim;
         Error::NotFinite { tensor, format: plain.format, layer, head, token: held + row, value: x[at] }
     }
@@ -228,7 +241,8 @@ impl Cache {
     pub fn commit(&mut self, layer: usize, batch: &[Rows]) -> Result<(), Error> {
         self.check_batch(layer, batch)?;
         for entry in batch {
-            self.sequences.get_mut(&entry.seq).expect("checked")[layer].commit(&self.layers[layer], &mut self.pools);
+            let store = &mut self.sequences.get_mut(&entry.seq).expect("checked")[layer];
+            store.commit(&self.layers[layer], self.copy_pools[layer], &mut self.pools);
         }
         Ok(())
     }
@@ -256,7 +270,7 @@ impl Cache {
     pub fn len(&self, layer: usize, seq: SeqId) -> Result<usize, Error> {
         self.layer(layer)?;
         let stores = self.sequences.get(&seq).ok_or(Error::NoSuchSequence { id: seq.0 })?;
-        Ok(stores[layer].len)
+        Ok(stores[layer].extent.len)
     }
 
     /// Whether the cache holds no sequence.
@@ -267,14 +281,84 @@ impl Cache {
     /// Bytes held.
     pub fn bytes(&self) -> CacheBytes {
         let row_bytes = |l: &LayerSpec| 2 * l.shape.row_len() * size_of::<f16>();
-        let plain =
-            |stores: &Vec<Store>| stores.iter().zip(&self.layers).map(|(s, l)| s.len * row_bytes(l)).sum::<usize>();
+        let plain = |stores: &Vec<Store>| {
+            stores.iter().zip(&self.layers).map(|(s, l)| s.extent.len * row_bytes(l)).sum::<usize>()
+        };
         CacheBytes {
             packed_bytes: self.pools.in_use_bytes(BlockUse::Records),
             window_bytes: self.pools.in_use_bytes(BlockUse::Window),
             copy_bytes: self.pools.in_use_bytes(BlockUse::Copy),
             f16_bytes_equivalent: self.sequences.values().map(plain).sum(),
         }
+    }
+
+    /// From now on blocks in use never take more bytes than this, all layers and uses together; None: no limit.
+    pub fn set_budget(&mut self, bytes: Option<usize>) {
+        self.pools.budget = bytes;
+    }
+
+    /// Bytes that the next step of these sequences takes at its largest, beyond those held now: each layer appends, then
+    /// commits, one layer after another.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchSequence`].
+    pub fn bytes_needed(&self, batch: &[Rows]) -> Result<usize, Error> {
+        let (mut now, mut most) = (0isize, 0);
+        for (layer, spec) in self.layers.iter().enumerate() {
+            let copies = self.copy_pools[layer].is_some();
+            let mut freed = 0;
+            for entry in batch {
+                let stores = self.sequences.get(&entry.seq).ok_or(Error::NoSuchSequence { id: entry.seq.0 })?;
+                let mut extent = stores[layer].extent;
+                now += extent.append(spec, entry.rows).bytes(spec, copies) as isize;
+                now += stores[layer].bytes_to_own(spec, &self.pools) as isize;
+                freed += extent.commit(spec).bytes(spec, copies) as isize;
+            }
+            most = most.max(now);
+            now -= freed;
+        }
+        Ok(most as usize)
+    }
+
+    /// Most bytes that a sequence takes on its way to `len` tokens when its first `prompt` come in steps of at most `rows`
+    /// and the others one by one: what a budget must hold for it alone.
+    pub fn bytes_to_reach(&self, len: usize, prompt: usize, rows: usize) -> usize {
+        let mut extents = vec![Extent::default(); self.layers.len()];
+        let (mut at, mut now, mut most) = (0, 0, 0);
+        while at < len {
+            let step = if at < prompt { rows.max(1).min(prompt - at) } else { 1 };
+            for ((spec, extent), copy) in self.layers.iter().zip(&mut extents).zip(&self.copy_pools) {
+                now += extent.append(spec, step).bytes(spec, copy.is_some());
+                most = most.max(now);
+                now -= extent.commit(spec).bytes(spec, copy.is_some());
+            }
+            at += step;
+        }
+        most
+    }
+
+    /// Bytes that a sequence of `len` tokens takes between steps.
+    pub fn bytes_at(&self, len: usize) -> usize {
+        let of =
+            |(spec, copy): (&LayerSpec, &Option<usize>)| Extent::of_len(spec, len).blocks().bytes(spec, copy.is_some());
+        self.layers.iter().zip(&self.copy_pools).map(of).sum()
+    }
+
+    /// Bytes of the blocks of one sequence, those that it shares included.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchSequence`].
+    pub fn sequence_bytes(&self, seq: SeqId) -> Result<usize, Error> {
+        let stores = self.sequences.get(&seq).ok_or(Error::NoSuchSequence { id: seq.0 })?;
+        let of = |(layer, store): (usize, &Store)| {
+            store.extent.blocks().bytes(&self.layers[layer], self.copy_pools[layer].is_some())
+        };
+        Ok(stores.iter().enumerate().map(of).sum())
+    }
+
+    /// Blocks in use, and how many of them belong to several sequences or pages.
+    pub fn blocks(&self) -> (usize, usize) {
+        self.pools.blocks()
     }
 
     /// Name of the kernel that rounds, transposes, quantizes and packs: the best one this processor can run. All write
@@ -298,7 +382,7 @@ impl Cache {
     /// # Errors
     /// [`Error::NoSuchLayer`].
     pub fn layer_config(&self, layer: usize) -> Result<LayerConfig, Error> {
-        self.layer(layer).map(|l| LayerConfig { shape: l.shape, scheme: l.scheme })
+        self.layer(layer).map(|l| LayerConfig { shape: l.shape, scheme: l.scheme, visible: l.visible })
     }
 
     pub(crate) fn layer(&self, layer: usize) -> Result<&LayerSpec, Error> {

@@ -1,77 +1,40 @@
 //! One sequence in one layer. In: rows and positions; out: blocks that hold them, packed up to `edge` of the newest.
-//! Invariants: `groups` covers `[0, packed_len(len))`; `tail` covers `[tail_start, len)` with
-//! `tail_start = packed_len(committed)`, so that every row since the last commit finds the plain keys it sees.
-//! NOT here: several sequences, checks of a call (cache/mod.rs), the formula (quant/).
+//! How many blocks that are, and when they come and go, says extent.rs.
+//! NOT here: several sequences, checks of a call (cache/mod.rs), the formula (quant/), sharing (pages.rs).
 
+use super::extent::Extent;
 use super::layout::{BLOCK_LEN, PlainLayout, RecordLayout};
+use super::pools::{BlockUse, Pools};
 use crate::append::cpu::Variant;
 use crate::append::record::dequantize_record;
 use crate::append::rows::write_sink;
 use crate::device::cpu::{Block, BlockPool};
 use crate::element::Element;
-use crate::{Error, LayerShape, PackedScheme, RowCodec, Scheme};
+use crate::{Error, LayerConfig, LayerShape, PackedScheme, RowCodec, Scheme};
 use half::f16;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// What a layer needs to store tokens.
 pub(crate) struct LayerSpec {
     pub shape: LayerShape,
     pub scheme: Scheme,
+    /// A query sees keys less than this many positions before it; None: all.
+    pub visible: Option<usize>,
     pub record: Option<RecordLayout>,
     pub plain: PlainLayout,
     pub sinks: PlainLayout,
     /// What fills the dequant-once arm's copy in place of the records ([`crate::Cache::imitate`]).
     pub imitated: Option<Arc<dyn RowCodec>>,
     /// Indices into [`Pools`].
-    record_pool: usize,
-    plain_pool: usize,
-    sink_pool: usize,
-}
-
-/// One pool per block size and use.
-#[derive(Default)]
-pub(crate) struct Pools {
-    pools: Vec<(BlockUse, BlockPool)>,
-}
-
-/// What blocks are used for: each use is counted apart.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum BlockUse {
-    Records,
-    Window,
-    Copy,
-}
-
-impl Pools {
-    fn index_of(&mut self, block_use: BlockUse, block_bytes: usize) -> usize {
-        let found = self.pools.iter().position(|(u, p)| *u == block_use && p.block_bytes() == block_bytes);
-        found.unwrap_or_else(|| {
-            self.pools.push((block_use, BlockPool::new(block_bytes)));
-            self.pools.len() - 1
-        })
-    }
-
-    pub(crate) fn in_use_bytes(&self, block_use: BlockUse) -> usize {
-        self.pools.iter().filter(|(u, _)| *u == block_use).map(|(_, p)| p.in_use_bytes()).sum()
-    }
-
-    pub(crate) fn get(&self, index: usize) -> &BlockPool {
-        &self.pools[index].1
-    }
-
-    fn get_mut(&mut self, index: usize) -> &mut BlockPool {
-        &mut self.pools[index].1
-    }
-
-    /// Records to write and the rows to read for them: pools of different uses, so of different indices.
-    fn records_and_rows(&mut self, spec: &LayerSpec) -> (&mut BlockPool, &BlockPool) {
-        let [records, rows] = self.pools.get_disjoint_mut([spec.record_pool, spec.plain_pool]).expect("two pools");
-        (&mut records.1, &rows.1)
-    }
+    pub record_pool: usize,
+    pub plain_pool: usize,
+    pub sink_pool: usize,
 }
 
 impl LayerSpec {
-    pub(crate) fn new(shape: LayerShape, scheme: Scheme, pools: &mut Pools) -> Self {
+    pub(crate) fn new(config: &LayerConfig, pools: &mut Pools) -> Self {
+        let LayerConfig { shape, scheme, visible } = *config;
         let record = scheme.packed().map(|p| RecordLayout::new(shape.head_dim, p));
         let plain = PlainLayout::block(&shape, scheme.row_format());
         let sinks = PlainLayout { tokens: scheme.packed().map_or(0, PackedScheme::sinks), ..plain };
@@ -81,6 +44,7 @@ impl LayerSpec {
         Self {
             shape,
             scheme,
+            visible,
             record,
             plain,
             sinks,
@@ -103,20 +67,21 @@ const MAX_BLOCKS: usize = crate::scheme::GROUP_LENS[crate::scheme::GROUP_LENS.le
 /// The blocks of one sequence in one layer.
 #[derive(Default)]
 pub(crate) struct Store {
-    pub len: usize,
-    pub committed: usize,
-    sink_block: Option<Block>,
-    groups: Vec<Block>,
+    pub extent: Extent,
+    pub sink_block: Option<Block>,
+    /// Records from group `extent.first_group` on.
+    pub groups: Vec<Block>,
     /// f16 copy of `groups` (dequant-once arm), 32 tokens each.
-    copy: Vec<Block>,
-    tail: Vec<Block>,
-    tail_start: usize,
+    pub copy: Vec<Block>,
+    /// Plain rows from `extent.tail_start` on.
+    pub tail: Vec<Block>,
 }
 
 impl Store {
     /// Appends rows, rounded to the format of the layer's plain rows. Shapes: `k`, `v`: f32 `[rows][kv_heads][head_dim]`, all
     /// finite in it.
-    /// On [`Error::OutOfMemory`] nothing has changed: every block is taken before the first byte is written.
+    /// On [`Error::OutOfMemory`] and [`Error::OutOfBlocks`] no token has changed: every block is taken before the first byte
+    /// is written.
     pub(crate) fn append(
         &mut self,
         spec: &LayerSpec,
@@ -127,22 +92,31 @@ impl Store {
         v: &[f32],
     ) -> Result<(), Error> {
         let row_len = spec.shape.row_len();
-        let new_len = self.len + k.len() / row_len;
-        let group_len = spec.scheme.packed().map_or(usize::MAX, PackedScheme::group_len);
-        let new_groups = spec.scheme.packed_len(new_len) / group_len - self.groups.len();
-        let new_tail = (new_len - self.tail_start).div_ceil(BLOCK_LEN) - self.tail.len();
-        let new_copy = copy_pool.map_or(0, |_| new_groups * (group_len / BLOCK_LEN));
-        let need_sinks = self.sink_block.is_none() && spec.sinks.tokens > 0;
+        let mut extent = self.extent;
+        let new = extent.append(spec, k.len() / row_len);
+        let (len, new_len) = (self.extent.len, extent.len);
+        let group_len = spec.group_len();
 
+        // Blocks that others own too are written by nobody: this sequence goes on in copies of its own.
+        if len < spec.sinks.tokens
+            && let Some(block) = &mut self.sink_block
+        {
+            pools.make_own(spec.sink_pool, block)?;
+        }
+        let into = self.tail.get_mut((len - self.extent.tail_start) / BLOCK_LEN);
+        if let Some(block) = into.filter(|_| !len.is_multiple_of(BLOCK_LEN)) {
+            pools.make_own(spec.plain_pool, block)?;
+        }
+        let new_copy = copy_pool.map_or(0, |_| new.groups * (group_len / BLOCK_LEN));
         let mut taken = Vec::new();
         let wanted = [
-            (spec.plain_pool, new_tail),
-            (spec.record_pool, new_groups),
+            (spec.plain_pool, new.tail),
+            (spec.record_pool, new.groups),
             (copy_pool.unwrap_or(0), new_copy),
-            (spec.sink_pool, usize::from(need_sinks)),
+            (spec.sink_pool, new.sinks),
         ];
         for pool in wanted.into_iter().flat_map(|(pool, n)| std::iter::repeat_n(pool, n)) {
-            match pools.get_mut(pool).alloc() {
+            match pools.alloc(pool) {
                 Ok(block) => taken.push((pool, block)),
                 Err(e) => {
                     taken.into_iter().for_each(|(pool, block)| pools.get_mut(pool).free(block));
@@ -151,15 +125,15 @@ impl Store {
             }
         }
         let mut taken = taken.into_iter().map(|(_, block)| block);
-        self.tail.extend(taken.by_ref().take(new_tail));
-        let records: Vec<_> = taken.by_ref().take(new_groups).collect();
+        self.tail.extend(taken.by_ref().take(new.tail));
+        let records: Vec<_> = taken.by_ref().take(new.groups).collect();
         self.copy.extend(taken.by_ref().take(new_copy));
-        if need_sinks {
+        if new.sinks > 0 {
             self.sink_block = taken.next();
         }
 
         for (i, (k, v)) in k.chunks_exact(row_len).zip(v.chunks_exact(row_len)).enumerate() {
-            let position = self.len + i;
+            let position = len + i;
             if position >= spec.sinks.tokens {
                 break;
             }
@@ -168,37 +142,37 @@ impl Store {
         }
         // Block by block, and a group as soon as its last block is written: its rows are still in the nearest cache.
         let mut records = records.into_iter();
-        let mut position = self.len;
+        let mut position = len;
         while position < new_len {
             let (block, slot) = self.tail_slot(position);
             let rows = (BLOCK_LEN - slot).min(new_len - position);
-            let part = (position - self.len) * row_len..(position - self.len + rows) * row_len;
+            let part = (position - len) * row_len..(position - len + rows) * row_len;
             let bytes = pools.get_mut(spec.plain_pool).bytes_mut(block);
             (kernel.write_rows)(&spec.plain, bytes, slot, row_len, &k[part.clone()], &v[part]);
             position += rows;
-            while records.len() > 0 && (self.groups.len() + 1) * group_len <= position {
+            while records.len() > 0 && (self.extent.groups + 1) * group_len <= position {
                 self.pack_group(spec, pools, kernel, records.next().expect("just counted"));
                 if let Some(copy_pool) = copy_pool {
                     self.copy_group(spec, copy_pool, pools);
                 }
             }
         }
-        self.len = new_len;
+        self.extent = extent;
         Ok(())
     }
 
     /// The tail block and the slot in it of a position.
     fn tail_slot(&self, position: usize) -> (&Block, usize) {
-        let at = position - self.tail_start;
+        let at = position - self.extent.tail_start;
         (&self.tail[at / BLOCK_LEN], at % BLOCK_LEN)
     }
 
     /// Packs the next group into `block`.
     fn pack_group(&mut self, spec: &LayerSpec, pools: &mut Pools, kernel: &Variant, block: Block) {
         let layout = spec.record.as_ref().expect("only packed schemes have groups");
-        let start = self.groups.len() * layout.group_len;
+        let start = self.extent.groups * layout.group_len;
         let sinks = spec.sinks.tokens.saturating_sub(start);
-        let first = (start - self.tail_start) / BLOCK_LEN;
+        let first = (start - self.extent.tail_start) / BLOCK_LEN;
         let (records, rows) = pools.records_and_rows(spec);
         let n = layout.group_len / BLOCK_LEN;
         let mut blocks: [(&[f16], &[f16]); MAX_BLOCKS] = Default::default();
@@ -209,6 +183,7 @@ impl Store {
             (kernel.write_record)(layout, &blocks[..n], sinks, record);
         }
         self.groups.push(block);
+        self.extent.groups += 1;
     }
 
     /// Fills the f16 copy of the newest group.
@@ -216,6 +191,7 @@ impl Store {
         let layout = spec.record.as_ref().expect("only packed schemes have groups");
         let per_group = layout.group_len / BLOCK_LEN;
         let newest = self.groups.len() - 1;
+        let start = (self.extent.groups - 1) * layout.group_len;
         let mut rows = vec![f16::ZERO; 2 * layout.group_len * layout.head_dim];
         let (k, v) = rows.split_at_mut(layout.group_len * layout.head_dim);
         let n = BLOCK_LEN * layout.head_dim;
@@ -226,7 +202,7 @@ impl Store {
             match &spec.imitated {
                 None => dequantize_record(layout, record, &mut blocks),
                 Some(codec) => {
-                    let first = (newest * layout.group_len - self.tail_start) / BLOCK_LEN;
+                    let first = (start - self.extent.tail_start) / BLOCK_LEN;
                     let rows = pools.get(spec.plain_pool);
                     let plain = self.tail[first..first + per_group].iter();
                     let plain: Vec<_> = plain.map(|block| spec.plain.head(rows.bytes(block), head)).collect();
@@ -242,54 +218,91 @@ impl Store {
         }
     }
 
-    /// Keeps every row for good and frees the f16 rows that no later query sees.
-    pub(crate) fn commit(&mut self, spec: &LayerSpec, pools: &mut Pools) {
-        self.committed = self.len;
-        let start = spec.scheme.packed_len(self.len);
-        let gone = (start - self.tail_start) / BLOCK_LEN;
-        self.tail_start = start;
-        if gone > 0 {
+    /// Bytes that [`Store::append`] takes for copies of blocks that others own too.
+    pub(crate) fn bytes_to_own(&self, spec: &LayerSpec, pools: &Pools) -> usize {
+        let Extent { len, tail_start, .. } = self.extent;
+        let shared = |pool: usize, block: Option<&Block>| {
+            let pool = pools.get(pool);
+            block.filter(|b| pool.is_shared(b)).map_or(0, |_| pool.block_bytes())
+        };
+        let into = self.tail.get((len - tail_start) / BLOCK_LEN).filter(|_| !len.is_multiple_of(BLOCK_LEN));
+        let sinks = self.sink_block.as_ref().filter(|_| len < spec.sinks.tokens);
+        shared(spec.plain_pool, into) + shared(spec.sink_pool, sinks)
+    }
+
+    /// Keeps every row for good and frees what no later query sees.
+    pub(crate) fn commit(&mut self, spec: &LayerSpec, copy_pool: Option<usize>, pools: &mut Pools) {
+        let gone = self.extent.commit(spec);
+        if gone.tail > 0 {
             // The rows that stay move to the oldest blocks: after a long prompt the newest ones would each keep a chunk
-            // of free blocks from going back to the operating system.
+            // of free blocks from going back to the operating system. Blocks that others own too stay as they are.
             let pool = pools.get_mut(spec.plain_pool);
-            let mut stay = self.tail.split_off(gone);
+            let mut stay = self.tail.split_off(gone.tail);
             for (old, young) in self.tail.iter_mut().zip(&mut stay) {
-                pool.copy(young, old);
-                std::mem::swap(young, old);
+                if !pool.is_shared(old) && !pool.is_shared(young) {
+                    pool.copy(young, old);
+                    std::mem::swap(young, old);
+                }
             }
             self.tail.drain(..).for_each(|b| pool.free(b));
             self.tail = stay.into_iter().map(|b| pool.settle(b)).collect();
         }
+        self.groups.drain(..gone.groups).for_each(|b| pools.get_mut(spec.record_pool).free(b));
+        if let Some(pool) = copy_pool {
+            let blocks = gone.groups * (spec.group_len() / BLOCK_LEN);
+            self.copy.drain(..blocks).for_each(|b| pools.get_mut(pool).free(b));
+        }
     }
 
-    /// Whether [`Store::trim`] to `len` tokens would find the f16 rows it needs.
+    /// Whether [`Store::trim`] to `len` tokens would find what its newest token needs.
     pub(crate) fn check_trim(&self, spec: &LayerSpec, len: usize) -> Result<(), Error> {
-        if len > self.len {
-            return Err(Error::Shape { what: "tokens to trim to (at most those held)", expected: self.len, got: len });
+        let Extent { len: held, committed, tail_start, .. } = self.extent;
+        if len > held {
+            return Err(Error::Shape { what: "tokens to trim to (at most those held)", expected: held, got: len });
         }
-        if spec.scheme.packed_len(len) < self.tail_start {
-            return Err(Error::TrimPacked { to: len, len: self.len, packed: self.tail_start });
+        if len < committed && !self.extent.serves(spec, len.saturating_sub(1)) {
+            return Err(Error::TrimPacked { to: len, len: held, packed: tail_start });
         }
         Ok(())
     }
 
     /// Drops the tokens from `len` on. Call [`Store::check_trim`] first.
     pub(crate) fn trim(&mut self, spec: &LayerSpec, copy_pool: Option<usize>, pools: &mut Pools, len: usize) {
-        let group_len = spec.scheme.packed().map_or(usize::MAX, PackedScheme::group_len);
-        let groups = spec.scheme.packed_len(len) / group_len;
+        if len == self.extent.len {
+            return;
+        }
+        self.extent.trim(spec, len);
+        let Extent { first_group, groups, tail, sinks, .. } = self.extent;
+        let groups = groups - first_group;
         self.groups.drain(groups..).for_each(|b| pools.get_mut(spec.record_pool).free(b));
         if let Some(pool) = copy_pool {
-            self.copy.drain(groups * (group_len / BLOCK_LEN)..).for_each(|b| pools.get_mut(pool).free(b));
+            let blocks = if groups > 0 { groups * (spec.group_len() / BLOCK_LEN) } else { 0 };
+            self.copy.drain(blocks..).for_each(|b| pools.get_mut(pool).free(b));
         }
-        let tail = len.saturating_sub(self.tail_start).div_ceil(BLOCK_LEN);
         self.tail.drain(tail..).for_each(|b| pools.get_mut(spec.plain_pool).free(b));
-        if len == 0
-            && let Some(b) = self.sink_block.take()
-        {
+        if let Some(b) = self.sink_block.take_if(|_| !sinks) {
             pools.get_mut(spec.sink_pool).free(b);
         }
-        self.len = len;
-        self.committed = self.committed.min(len);
+    }
+
+    /// Packs every whole group, when the next query sees all of them packed ([`Extent::seal`]).
+    ///
+    /// # Errors
+    /// As [`Pools::alloc`]; then nothing has changed.
+    pub(crate) fn seal(&mut self, spec: &LayerSpec, pools: &mut Pools, kernel: &Variant) -> Result<(), Error> {
+        let new = { self.extent }.seal(spec);
+        let mut records = Vec::with_capacity(new);
+        for _ in 0..new {
+            match pools.alloc(spec.record_pool) {
+                Ok(block) => records.push(block),
+                Err(e) => {
+                    records.into_iter().for_each(|b| pools.get_mut(spec.record_pool).free(b));
+                    return Err(e);
+                }
+            }
+        }
+        records.into_iter().for_each(|block| self.pack_group(spec, pools, kernel, block));
+        Ok(())
     }
 
     /// Frees everything.
@@ -309,12 +322,12 @@ impl Store {
     pub(crate) fn view<'a>(&'a self, spec: &'a LayerSpec, copy_pool: Option<usize>, pools: &'a Pools) -> SeqView<'a> {
         SeqView {
             spec,
-            len: self.len,
+            len: self.extent.len,
+            extent: self.extent,
             records: pools.get(spec.record_pool),
             groups: &self.groups,
             plain_blocks: pools.get(spec.plain_pool),
             tail: &self.tail,
-            tail_start: self.tail_start,
             sinks: self.sink_block.as_ref().map(|b| pools.get(spec.sink_pool).bytes(b)),
             copy: copy_pool.map(|p| (pools.get(p), &self.copy[..])),
         }
@@ -352,11 +365,11 @@ fn imitate(codec: &dyn RowCodec, d: usize, plain: &[(&[f16], &[f16])], out: &mut
 pub(crate) struct SeqView<'a> {
     pub spec: &'a LayerSpec,
     pub len: usize,
+    extent: Extent,
     records: &'a BlockPool,
     groups: &'a [Block],
     plain_blocks: &'a BlockPool,
     tail: &'a [Block],
-    tail_start: usize,
     sinks: Option<&'a [u8]>,
     copy: Option<(&'a BlockPool, &'a [Block])>,
 }
@@ -365,30 +378,31 @@ impl<'a> SeqView<'a> {
     /// The record of one head and group.
     pub(crate) fn record(&self, head: usize, group: usize) -> &'a [u8] {
         let layout = self.spec.record.as_ref().expect("only packed schemes have groups");
-        layout.head(self.records.bytes(&self.groups[group]), head)
+        layout.head(self.records.bytes(&self.groups[group - self.extent.first_group]), head)
     }
 
     /// Whether everything is held that the newest `rows` tokens see: commit frees plain rows that only older ones saw.
     pub(crate) fn holds_all_of(&self, rows: usize) -> bool {
-        self.spec.scheme.edge(self.len - rows) >= self.tail_start
+        self.extent.serves(self.spec, self.len - rows)
     }
 
-    /// Records held.
-    pub(crate) fn groups(&self) -> usize {
-        self.groups.len()
+    /// Groups whose records are held.
+    pub(crate) fn groups(&self) -> Range<usize> {
+        self.extent.first_group..self.extent.groups
     }
 
     /// K `[D][32]` and V `[32][D]` of one head for the 32 tokens from `position` (a multiple of 32, >= tail_start). E is of
     /// the scheme's format.
     pub(crate) fn block<E: Element>(&self, head: usize, position: usize) -> (&'a [E], &'a [E]) {
-        let block = &self.tail[(position - self.tail_start) / BLOCK_LEN];
+        let block = &self.tail[(position - self.extent.tail_start) / BLOCK_LEN];
         self.spec.plain.head(self.plain_blocks.bytes(block), head)
     }
 
     /// The same from the dequant-once arm's copy, for packed positions.
     pub(crate) fn copy_block(&self, head: usize, position: usize) -> Option<(&'a [f16], &'a [f16])> {
         let (pool, blocks) = self.copy?;
-        Some(self.spec.plain.head(pool.bytes(&blocks[position / BLOCK_LEN]), head))
+        let first = self.extent.first_group.saturating_mul(self.spec.group_len());
+        Some(self.spec.plain.head(pool.bytes(&blocks[(position - first) / BLOCK_LEN]), head))
     }
 
     /// K and V `[sinks][D]` of one head, when the scheme has sinks.

@@ -1,7 +1,8 @@
 //! Blocks of main memory of one size. In: a block size; out: [`Block`] handles into large mapped chunks.
 //! Chunks are 2 MiB-aligned and marked for huge pages: with 4 KiB pages, reading a cold cache is bound by
 //! address translation instead of memory. A chunk whose blocks are all free goes back to the operating system.
-//! NOT here: a budget or eviction, and what a block holds.
+//! A block can have several owners; it goes back when the last one frees it.
+//! NOT here: a budget (cache/pools.rs) or eviction, and what a block holds.
 
 use crate::Error;
 use memmap2::{MmapMut, MmapOptions};
@@ -13,7 +14,8 @@ const MAX_CHUNK: usize = 64 << 20;
 /// Blocks begin at multiples of this many bytes: a cache line, the width of the widest vector load.
 const ALIGN: usize = 64;
 
-/// Handle of one block of a [`BlockPool`]. Owned: not `Clone`, and only [`BlockPool::free`] takes it back.
+/// Handle of one block of a [`BlockPool`]. Owned: not `Clone` (only [`BlockPool::share`] makes another), and only
+/// [`BlockPool::free`] takes it back.
 #[derive(Debug)]
 pub(crate) struct Block {
     chunk: u32,
@@ -26,7 +28,8 @@ struct Chunk {
     start: usize,
     /// Indices of free blocks.
     free: Vec<u32>,
-    blocks: u32,
+    /// Handles of each block, 0 of a free one.
+    owners: Vec<u32>,
 }
 
 /// Hands out zeroed blocks of one size.
@@ -35,22 +38,52 @@ pub(crate) struct BlockPool {
     /// Slots keep their index for life, so that handles stay valid when another chunk is unmapped.
     chunks: Vec<Option<Chunk>>,
     in_use: usize,
+    shared: usize,
 }
 
 impl BlockPool {
     /// `block_bytes`: a multiple of 64 (every layout is made of whole cache lines).
     pub(crate) fn new(block_bytes: usize) -> Self {
         assert!(block_bytes > 0 && block_bytes.is_multiple_of(ALIGN), "blocks are whole cache lines: {block_bytes}");
-        Self { block_bytes, chunks: Vec::new(), in_use: 0 }
+        Self { block_bytes, chunks: Vec::new(), in_use: 0, shared: 0 }
     }
 
     pub(crate) fn block_bytes(&self) -> usize {
         self.block_bytes
     }
 
-    /// Bytes of all blocks that were handed out and not given back.
+    /// Bytes of all blocks that were handed out and not given back; a block of several owners counts once.
     pub(crate) fn in_use_bytes(&self) -> usize {
         self.in_use * self.block_bytes
+    }
+
+    /// Blocks that were handed out and not given back.
+    pub(crate) fn in_use(&self) -> usize {
+        self.in_use
+    }
+
+    /// Blocks of more than one owner.
+    pub(crate) fn shared(&self) -> usize {
+        self.shared
+    }
+
+    /// Another handle of the same block: from now on nobody writes it.
+    pub(crate) fn share(&mut self, block: &Block) -> Block {
+        let owners = self.owners_mut(block);
+        *owners += 1;
+        if *owners == 2 {
+            self.shared += 1;
+        }
+        Block { ..*block }
+    }
+
+    /// Whether the block has other owners.
+    pub(crate) fn is_shared(&self, block: &Block) -> bool {
+        self.chunks[block.chunk as usize].as_ref().expect("block of a live chunk").owners[block.index as usize] > 1
+    }
+
+    fn owners_mut(&mut self, block: &Block) -> &mut u32 {
+        &mut self.chunks[block.chunk as usize].as_mut().expect("block of a live chunk").owners[block.index as usize]
     }
 
     /// A block whose bytes are all zero.
@@ -61,6 +94,7 @@ impl BlockPool {
         };
         let chunk = self.chunks[slot].as_mut().expect("slot was just found");
         let index = chunk.free.pop().expect("chunk has a free block");
+        chunk.owners[index as usize] = 1;
         self.in_use += 1;
         Ok(Block { chunk: slot as u32, index })
     }
@@ -71,9 +105,9 @@ impl BlockPool {
     }
 
     /// Moves a block to an earlier chunk when one has room. Whoever frees many blocks settles the few that stay: one
-    /// block would keep a whole chunk from going back to the operating system.
+    /// block would keep a whole chunk from going back to the operating system. A block of several owners stays.
     pub(crate) fn settle(&mut self, block: Block) -> Block {
-        if self.first_with_room().is_none_or(|slot| slot >= block.chunk as usize) {
+        if self.is_shared(&block) || self.first_with_room().is_none_or(|slot| slot >= block.chunk as usize) {
             return block;
         }
         let Ok(settled) = self.alloc() else { return block };
@@ -88,14 +122,25 @@ impl BlockPool {
         self.bytes_mut(to).copy_from_slice(&bytes);
     }
 
-    /// Takes a block back. Its bytes are cleared now, so that `alloc` need not know which blocks are fresh.
+    /// Takes a handle back, and with the last one the block. Its bytes are cleared then, so that `alloc` need not know
+    /// which blocks are fresh.
     pub(crate) fn free(&mut self, block: Block) {
+        let owners = self.owners_mut(&block);
+        *owners -= 1;
+        match *owners {
+            0 => {}
+            1 => {
+                self.shared -= 1;
+                return;
+            }
+            _ => return,
+        }
         self.bytes_mut(&block).fill(0);
         let slot = block.chunk as usize;
         let chunk = self.chunks[slot].as_mut().expect("block of a live chunk");
         chunk.free.push(block.index);
         self.in_use -= 1;
-        if chunk.free.len() == chunk.blocks as usize {
+        if chunk.free.len() == chunk.owners.len() {
             self.chunks[slot] = None;
         }
     }
@@ -121,7 +166,7 @@ impl BlockPool {
         let _ = map.advise(memmap2::Advice::HugePage);
         let start = map.as_ptr().align_offset(HUGE_PAGE);
         let blocks = (bytes / self.block_bytes) as u32;
-        let chunk = Chunk { map, start, free: (0..blocks).rev().collect(), blocks };
+        let chunk = Chunk { map, start, free: (0..blocks).rev().collect(), owners: vec![0; blocks as usize] };
         let slot = self.chunks.iter().position(Option::is_none).unwrap_or_else(|| {
             self.chunks.push(None);
             self.chunks.len() - 1
@@ -166,6 +211,21 @@ mod tests {
         let again = pool.alloc().unwrap();
         assert!(pool.bytes(&again).iter().all(|&x| x == 0));
         assert!(pool.bytes(&keep).iter().all(|&x| x == 0));
+    }
+
+    #[test]
+    fn a_block_goes_back_with_its_last_owner() {
+        let mut pool = BlockPool::new(64);
+        let first = pool.alloc().unwrap();
+        pool.bytes_mut(&first).fill(5);
+        let (second, third) = (pool.share(&first), pool.share(&first));
+        assert_eq!((pool.in_use(), pool.shared()), (1, 1));
+        pool.free(first);
+        pool.free(third);
+        assert_eq!((pool.in_use(), pool.shared(), pool.is_shared(&second)), (1, 0, false));
+        assert!(pool.bytes(&second).iter().all(|&x| x == 5));
+        pool.free(second);
+        assert_eq!((pool.in_use(), pool.shared()), (0, 0));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! NOT here: what only the inside can see (record bytes: src/cache/tests.rs), tolerances (src/attend/parity.rs), process
 //! memory (../memory.rs, a process of its own).
 
+mod budget;
 mod bytes;
 mod drafts;
 mod errors;
@@ -9,4 +10,6 @@ mod exact;
 mod numbers;
 mod options;
 mod position;
+mod saving;
+mod sharing;
 mod traps;

@@ -68,8 +68,10 @@ pub struct Rig {
 impl Rig {
     /// Layers of one shape, a scheme for each.
     pub fn layers(shape: LayerShape, schemes: &[&str], arm: Arm, kernel: &str, threads: usize) -> Self {
-        let layers: Vec<_> =
-            schemes.iter().map(|s| LayerConfig { shape, scheme: s.parse().expect("a scheme") }).collect();
+        let layers: Vec<_> = schemes
+            .iter()
+            .map(|s| LayerConfig { shape, scheme: s.parse().expect("a scheme"), visible: None })
+            .collect();
         Self {
             cache: Cache::new(&layers, arm).unwrap(),
             attention: Attention::new(threads, Some(kernel)).unwrap(),
