@@ -241,7 +241,7 @@ fn golden_variants_of_newer_models() {
         ("sink_logit", AttendOptions { sink_logits: Some(&sinks), ..plain }),
         ("first37", AttendOptions { first_visible: &[37], ..plain }),
     ];
-    let mut cache = Cache::new(&[LayerConfig { shape, scheme: Scheme::F16 }], Arm::F16).unwrap();
+    let mut cache = Cache::new(&[LayerConfig { shape, scheme: Scheme::F16, visible: None }], Arm::F16).unwrap();
     let seq = cache.add_sequence();
     let rows = [Rows { seq, rows: s }];
     cache.append(0, &rows, &token_rows(&k, heads, s, d), &token_rows(&v, heads, s, d)).unwrap();
@@ -274,7 +274,7 @@ fn golden_cache_decoded_step_by_step() {
         let scheme = PackedScheme::new(bits as u32, bits as u32, g, window, sinks, page).unwrap();
         each_kernel(|kernel, mut attention, tolerance, _| {
             for arm in [Arm::Fused, Arm::DequantOnce, Arm::DequantStep] {
-                let layer = LayerConfig { shape, scheme: Scheme::Packed(scheme) };
+                let layer = LayerConfig { shape, scheme: Scheme::Packed(scheme), visible: None };
                 let mut cache = Cache::new(&[layer], arm).unwrap();
                 let seq = cache.add_sequence();
                 let row = heads * d;

@@ -31,7 +31,7 @@ fn process_memory_is_what_the_cache_says_it_holds() {
         ("f16", TOKENS),
         ("bf16", TOKENS),
     ] {
-        let layer = LayerConfig { shape, scheme: scheme.parse().unwrap() };
+        let layer = LayerConfig { shape, scheme: scheme.parse().unwrap(), visible: None };
         let before = resident_bytes();
         let mut cache = Cache::new(&[layer; LAYERS], Arm::Fused).unwrap();
         let batch = [Rows { seq: cache.add_sequence(), rows: chunk }];

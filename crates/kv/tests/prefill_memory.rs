@@ -16,7 +16,7 @@ fn peak(scheme: &str, rows: usize, threads: usize) -> (usize, usize) {
     let shape = LayerShape::new(4, 2, 64).unwrap();
     let scheme: Scheme = scheme.parse().unwrap();
     let arm = kvant_kv::Arm::of(scheme);
-    let mut cache = Cache::new(&[LayerConfig { shape, scheme }], arm).unwrap();
+    let mut cache = Cache::new(&[LayerConfig { shape, scheme, visible: None }], arm).unwrap();
     let mut attention = Attention::new(threads, None).unwrap();
     let seq = cache.add_sequence();
     let number = |i: usize| ((i * 7919) % 2003) as f32 / 1000.0 - 1.0;

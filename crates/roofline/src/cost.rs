@@ -251,7 +251,8 @@ mod tests {
             {
                 let scheme: Scheme = text.parse().unwrap();
                 for len in [1, 31, 33, 200, 640, 1025] {
-                    let mut cache = Cache::new(&[LayerConfig { shape, scheme }], Arm::of(scheme)).unwrap();
+                    let mut cache =
+                        Cache::new(&[LayerConfig { shape, scheme, visible: None }], Arm::of(scheme)).unwrap();
                     let rows = [Rows { seq: cache.add_sequence(), rows: len }];
                     let zeros = vec![0.0; len * shape.row_len()];
                     cache.append(0, &rows, &zeros, &zeros).unwrap();

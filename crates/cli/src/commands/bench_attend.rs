@@ -283,7 +283,7 @@ impl Subject {
         inputs: &Inputs,
     ) -> Result<Self> {
         let bytes = batch * layers.iter().map(|&scheme| Cost::of(shape, scheme, kv_len).bytes()).sum::<usize>();
-        let configs: Vec<_> = layers.iter().map(|&scheme| LayerConfig { shape, scheme }).collect();
+        let configs: Vec<_> = layers.iter().map(|&scheme| LayerConfig { shape, scheme, visible: None }).collect();
         let arm = if let [scheme] = layers[..] { Arm::of(scheme) } else { Arm::Fused };
         let mut cache = Cache::new(&configs, arm).map_err(Failure::from)?;
         let mut copies = Vec::new();

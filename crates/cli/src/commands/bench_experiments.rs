@@ -231,7 +231,7 @@ impl Contents {
         const SPREAD: usize = 1009;
         let inputs = Inputs::new(self.shape, self.batch, APPEND_TOKENS + SPREAD);
         let most = self.layers(0);
-        let layer = LayerConfig { shape: self.shape, scheme: self.scheme };
+        let layer = LayerConfig { shape: self.shape, scheme: self.scheme, visible: None };
         let mut cache = Cache::new(&vec![layer; most], self.arm).map_err(Failure::from)?;
         let mut copies = Vec::new();
         for copy in 0..self.copies() {

@@ -90,7 +90,7 @@ impl Session {
         let Self { model, pool, attention, tokens, scored, entering, base, .. } = self;
         let model = model.weights();
         let (layers, hidden, shape) = (schemes.len(), model.config().hidden, model.config().shape);
-        let configs: Vec<_> = schemes.iter().map(|&scheme| LayerConfig { shape, scheme }).collect();
+        let configs: Vec<_> = schemes.iter().map(|&scheme| LayerConfig { shape, scheme, visible: None }).collect();
         let mut cache = Cache::new(&configs, Arm::Fused)?;
         let seq = cache.add_sequence();
         let mut logits = Vec::new();

@@ -67,6 +67,8 @@ pub struct LayerConfig {
     pub shape: LayerShape,
     /// How its tokens are stored.
     pub scheme: Scheme,
+    /// Keys that a query sees: at position i those at positions above `i - visible`, itself included; None: all.
+    pub visible: Option<usize>,
 }
 
 /// Handle of a sequence in a [`Cache`]. Not reused while the cache lives.
@@ -119,14 +121,17 @@ impl Cache {
     /// An empty cache. With [`Arm::F16`] every layer is stored as f16, with [`Arm::Bf16`] as bf16, whatever its scheme says.
     ///
     /// # Errors
-    /// [`Error::Shape`] when there are no layers.
+    /// [`Error::Shape`] when there are no layers, or one whose queries would see nothing.
     pub fn new(layers: &[LayerConfig], arm: Arm) -> Result<Self, Error> {
         if layers.is_empty() {
             return Err(Error::Shape { what: "layers of a cache (1 or more)", expected: 1, got: 0 });
         }
+        if layers.iter().any(|l| l.visible == Some(0)) {
+            return Err(Error::Shape { what: "keys that a query of a layer sees (1 or more)", expected: 1, got: 0 });
+        }
         let mut pools = Pools::default();
         let scheme = |c: &LayerConfig| arm.plain_scheme().unwrap_or(c.scheme);
-        let layers: Vec<_> = layers.iter().map(|c| LayerSpec::new(c.shape, scheme(c), &mut pools)).collect();
+        let layers: Vec<_> = layers.iter().map(|c| LayerSpec::new(c.shape, scheme(c), c.visible, &mut pools)).collect();
         let copies = |l: &LayerSpec| arm == Arm::DequantOnce && l.record.is_some();
         let copy_pools = layers.iter().map(|l| copies(l).then(|| l.copy_pool(&mut pools))).collect();
         Ok(Self { layers, copy_pools, pools, arm, sequences: BTreeMap::new(), next_id: 0, kernel: best() })
@@ -298,7 +303,7 @@ impl Cache {
     /// # Errors
     /// [`Error::NoSuchLayer`].
     pub fn layer_config(&self, layer: usize) -> Result<LayerConfig, Error> {
-        self.layer(layer).map(|l| LayerConfig { shape: l.shape, scheme: l.scheme })
+        self.layer(layer).map(|l| LayerConfig { shape: l.shape, scheme: l.scheme, visible: l.visible })
     }
 
     pub(crate) fn layer(&self, layer: usize) -> Result<&LayerSpec, Error> {

@@ -17,6 +17,8 @@ use std::sync::Arc;
 pub(crate) struct LayerSpec {
     pub shape: LayerShape,
     pub scheme: Scheme,
+    /// See [`crate::LayerConfig::visible`].
+    pub visible: Option<usize>,
     pub record: Option<RecordLayout>,
     pub plain: PlainLayout,
     pub sinks: PlainLayout,
@@ -71,7 +73,7 @@ impl Pools {
 }
 
 impl LayerSpec {
-    pub(crate) fn new(shape: LayerShape, scheme: Scheme, pools: &mut Pools) -> Self {
+    pub(crate) fn new(shape: LayerShape, scheme: Scheme, visible: Option<usize>, pools: &mut Pools) -> Self {
         let record = scheme.packed().map(|p| RecordLayout::new(shape.head_dim, p));
         let plain = PlainLayout::block(&shape, scheme.row_format());
         let sinks = PlainLayout { tokens: scheme.packed().map_or(0, PackedScheme::sinks), ..plain };
@@ -81,6 +83,7 @@ impl LayerSpec {
         Self {
             shape,
             scheme,
+            visible,
             record,
             plain,
             sinks,

@@ -28,7 +28,7 @@ fn shape() -> LayerShape {
 }
 
 fn cache(scheme: &str) -> Cache {
-    Cache::new(&[LayerConfig { shape: shape(), scheme: scheme.parse().unwrap() }], Arm::Fused).unwrap()
+    Cache::new(&[LayerConfig { shape: shape(), scheme: scheme.parse().unwrap(), visible: None }], Arm::Fused).unwrap()
 }
 
 /// K or V rows of a request's positions: equal places give equal numbers.

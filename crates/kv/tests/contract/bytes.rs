@@ -59,7 +59,7 @@ fn add(a: CacheBytes, b: CacheBytes) -> CacheBytes {
 
 /// Compares a rig whose layers all hold sequences of (committed, all) tokens.
 fn check(rig: &Rig, arm: Arm, schemes: &[&str], sequences: &[(usize, usize)]) {
-    let layers = schemes.iter().map(|s| LayerConfig { shape: rig.shape, scheme: s.parse().unwrap() });
+    let layers = schemes.iter().map(|s| LayerConfig { shape: rig.shape, scheme: s.parse().unwrap(), visible: None });
     let want = layers.map(|config| expected(&config, arm, sequences)).fold(CacheBytes::default(), add);
     assert_eq!(rig.cache.bytes(), want, "{schemes:?} {arm} {sequences:?}");
 }

@@ -158,7 +158,7 @@ fn attention_over_an_empty_batch_is_nothing() {
 #[test]
 fn layers_of_different_shapes_are_no_axis() {
     let other = LayerShape::new(4, 2, 128).unwrap();
-    let layers = [shape(), other].map(|shape| LayerConfig { shape, scheme: Scheme::F16 });
+    let layers = [shape(), other].map(|shape| LayerConfig { shape, scheme: Scheme::F16, visible: None });
     let mut cache = Cache::new(&layers, Arm::Fused).unwrap();
     let seq = cache.add_sequence();
     let rows = [Rows { seq, rows: 1 }];
@@ -188,7 +188,7 @@ fn threads_and_kernels_that_do_not_exist_are_refused() {
 #[test]
 fn rows_older_than_what_commit_left_are_refused() {
     for arm in [Arm::Fused, Arm::DequantOnce, Arm::DequantStep] {
-        let layer = LayerConfig { shape: shape(), scheme: "k4v4g32w8s2".parse().unwrap() };
+        let layer = LayerConfig { shape: shape(), scheme: "k4v4g32w8s2".parse().unwrap(), visible: None };
         let mut cache = Cache::new(&[layer], arm).unwrap();
         let seq = cache.add_sequence();
         let mut attention = Attention::new(2, None).unwrap();

@@ -10,3 +10,4 @@ mod numbers;
 mod options;
 mod position;
 mod traps;
+mod windows;

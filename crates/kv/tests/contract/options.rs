@@ -6,7 +6,7 @@ use kvant_kv::{Arm, AttendOptions, Attention, Cache, Error, LayerConfig, LayerSh
 #[test]
 fn options_that_are_no_numbers_are_errors() {
     let shape = LayerShape::new(2, 1, 64).unwrap();
-    let mut cache = Cache::new(&[LayerConfig { shape, scheme: Scheme::F16 }], Arm::F16).unwrap();
+    let mut cache = Cache::new(&[LayerConfig { shape, scheme: Scheme::F16, visible: None }], Arm::F16).unwrap();
     let batch = [Rows { seq: cache.add_sequence(), rows: 1 }];
     cache.append(0, &batch, &[1.0; 64], &[1.0; 64]).unwrap();
     let mut attention = Attention::new(1, None).unwrap();

@@ -185,7 +185,7 @@ impl AppendCall {
 }
 
 fn new_cache(shape: LayerShape, scheme: Scheme) -> Result<Cache, Error> {
-    Cache::new(&[LayerConfig { shape, scheme }], Arm::of(scheme))
+    Cache::new(&[LayerConfig { shape, scheme, visible: None }], Arm::of(scheme))
 }
 
 /// Appends and commits `n` tokens.
