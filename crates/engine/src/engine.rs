@@ -182,7 +182,7 @@ impl Engine {
             schemes.complete_bases(&config.shape)
         };
         let layers: Vec<LayerConfig> =
-            schemes.layers().iter().map(|&scheme| LayerConfig { shape: config.shape, scheme, visible: None }).collect();
+            schemes.layers().iter().enumerate().map(|(i, &scheme)| config.layer(i, scheme)).collect();
         let cache = Cache::new(&layers, options.arm)?;
         let attention = Attention::new(options.threads, options.kernel.as_deref())?;
         Ok(Self {

@@ -141,7 +141,10 @@ fn random_damage_of_the_header_never_panics() {
 fn other_architectures_are_named() {
     let text = |s: &str| Value::String(s.into());
     let e = changed(|p| drop(p.metadata.insert("general.architecture".into(), text("mamba"))));
-    assert_eq!(e.to_string(), "models of architecture `mamba` are not supported; supported: llama, qwen2");
+    assert_eq!(
+        e.to_string(),
+        "models of architecture `mamba` are not supported; supported: llama, qwen2, qwen3, gemma3"
+    );
     let e = changed(|p| {
         p.metadata.insert("general.architecture".into(), text("deepseek2"));
         p.metadata.insert("deepseek2.attention.kv_lora_rank".into(), Value::U32(512));
@@ -182,6 +185,7 @@ fn metadata_that_do_not_fit_are_named() {
     for (key, value) in [
         ("llama.rope.scaling.type", Value::String("yarn".into())),
         ("llama.rope.scaling.factor", Value::F32(8.0)),
+        ("llama.attn_logit_softcapping", Value::F32(50.0)),
         ("llama.rope.dimension_count", Value::U32(32)),
         ("llama.attention.value_length", Value::U32(32)),
         ("llama.expert_count", Value::U32(8)),

@@ -50,7 +50,9 @@ fn logits_equal_a_plain_f64_forward_pass() {
         Tiny { q_heads: 3, kv_heads: 3, head_dim: 96, hidden: 288, forward: 512, ..base.clone() },
         Tiny { q_heads: 4, kv_heads: 1, head_dim: 128, hidden: 96, layers: 1, ..base.clone() },
         Tiny { q_heads: 2, kv_heads: 1, head_dim: 256, hidden: 512, layers: 1, ..base.clone() },
-        Tiny { qwen2: true, ..base.clone() },
+        Tiny { architecture: "qwen2", ..base.clone() },
+        Tiny { architecture: "qwen3", hidden: 96, ..base.clone() },
+        Tiny { architecture: "gemma3", layers: 6, q_heads: 2, kv_heads: 1, head_dim: 256, ..base.clone() },
     ] {
         let parts = tiny.parts();
         let text = tokens(70, 3);

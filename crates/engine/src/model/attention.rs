@@ -17,16 +17,11 @@ pub fn attend_step(
     attention: &mut Attention,
     layer: usize,
     batch: &[Rows],
-    head_dim: usize,
+    score_scale: f32,
     (q, k, v): (&[f32], &[f32], &[f32]),
     out: &mut [f32],
 ) -> Result<(), Error> {
-    let options = AttendOptions {
-        sm_scale: (head_dim as f32).sqrt().recip(),
-        softcap: None,
-        sink_logits: None,
-        first_visible: &[],
-    };
+    let options = AttendOptions { sm_scale: score_scale, softcap: None, sink_logits: None, first_visible: &[] };
     cache.append(layer, batch, k, v)?;
     attention.attend(cache, layer, batch, q, out, &options)?;
     cache.commit(layer, batch)?;

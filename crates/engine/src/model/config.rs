@@ -1,12 +1,13 @@
 //! What the metadata of a model say. In: an open file; out: checked numbers.
 //! NOT here: tensors (mod.rs reads those).
 
+use super::rope::{Pairing, Rope};
 use crate::Error;
 use crate::gguf::Gguf;
-use kvant_kv::LayerShape;
+use kvant_kv::{LayerConfig, LayerShape, Scheme};
 
 /// Architectures that this engine decodes.
-pub const ARCHITECTURES: &str = "llama, qwen2";
+pub const ARCHITECTURES: &str = "llama, qwen2, qwen3, gemma3";
 
 /// What a model is built like.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,6 +16,11 @@ pub enum Architecture {
     Llama,
     /// As llama with biases of q, k and v; the rotary pairs are channels of the two halves of a head.
     Qwen2,
+    /// Rotary pairs as qwen2, no biases; each head of q and k is normalized before its rotation.
+    Qwen3,
+    /// As qwen3, with norms behind attention and feed-forward part too, GELU in place of SiLU, a scaled embedding, and most
+    /// layers with a window and a rotary base of their own.
+    Gemma3,
 }
 
 impl Architecture {
@@ -23,12 +29,63 @@ impl Architecture {
         match self {
             Self::Llama => "llama",
             Self::Qwen2 => "qwen2",
+            Self::Qwen3 => "qwen3",
+            Self::Gemma3 => "gemma3",
         }
     }
 
     fn of(name: &str) -> Option<Self> {
-        [Self::Llama, Self::Qwen2].into_iter().find(|a| a.name() == name)
+        [Self::Llama, Self::Qwen2, Self::Qwen3, Self::Gemma3].into_iter().find(|a| a.name() == name)
     }
+
+    /// Whether q, k and v have biases.
+    pub fn has_biases(self) -> bool {
+        self == Self::Qwen2
+    }
+
+    /// Whether each head of q and k is normalized before its rotation.
+    pub fn has_head_norms(self) -> bool {
+        matches!(self, Self::Qwen3 | Self::Gemma3)
+    }
+
+    /// Whether what attention and the feed-forward part add is normalized too.
+    pub fn has_post_norms(self) -> bool {
+        self == Self::Gemma3
+    }
+
+    /// How gates of the feed-forward part are bent.
+    pub fn activation(self) -> Activation {
+        if self == Self::Gemma3 { Activation::Gelu } else { Activation::Silu }
+    }
+}
+
+/// How a gate of the feed-forward part is bent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// `x / (1 + exp(-x))`.
+    Silu,
+    /// `x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))`.
+    Gelu,
+}
+
+/// Layers with a window, among others without.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Windows {
+    /// Keys that a query of such a layer sees, itself included.
+    pub visible: usize,
+    /// Their rotary embedding.
+    pub rope: Rope,
+    /// Each layer of this number (the sixth, the twelfth, ..) has no window.
+    pub global_every: usize,
+}
+
+/// What sets the attention of one layer apart.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AttentionFacts {
+    /// Keys that a query sees; None: all.
+    pub visible: Option<usize>,
+    /// Its rotary embedding.
+    pub rope: Rope,
 }
 
 /// The numbers of a model.
@@ -52,8 +109,16 @@ pub struct Config {
     pub context: usize,
     /// Added to the mean square before its root.
     pub norm_epsilon: f32,
-    /// Base of the rotary frequencies.
-    pub rope_base: f64,
+    /// Rotary embedding of layers without a window.
+    pub rope: Rope,
+    /// Which channels of a head turn together.
+    pub pairing: Pairing,
+    /// Layers with a window; None: no layer has one.
+    pub windows: Option<Windows>,
+    /// Factor of every attention score.
+    pub score_scale: f32,
+    /// Factor of the embedding.
+    pub embedding_scale: f32,
 }
 
 impl Config {
@@ -83,13 +148,23 @@ impl Config {
         if gguf.count(&of("expert_count"))?.is_some_and(|n| n > 0) {
             return Err(Error::Unsupported { what: "a mixture of experts".into() });
         }
-        match gguf.text(&of("rope.scaling.type"))? {
-            None | Some("none") => {}
+        let linear = match gguf.text(&of("rope.scaling.type"))? {
+            None | Some("none") => false,
+            Some("linear") => true,
             Some(kind) => return Err(Error::Unsupported { what: format!("rotary scaling of type `{kind}`") }),
-        }
-        for key in ["rope.scale_linear", "rope.scaling.factor"] {
-            if gguf.real(&of(key))?.is_some_and(|factor| factor != 1.0) {
+        };
+        let factor = gguf.real(&of("rope.scaling.factor"))?;
+        for (key, unknown) in [
+            ("rope.scale_linear", gguf.real(&of("rope.scale_linear"))?),
+            ("rope.scaling.factor", factor.filter(|_| !linear)),
+        ] {
+            if unknown.is_some_and(|factor| factor != 1.0) {
                 return Err(Error::Unsupported { what: format!("rotary scaling (`{}`)", of(key)) });
+            }
+        }
+        for key in ["attn_logit_softcapping", "final_logit_softcapping"] {
+            if gguf.real(&of(key))?.is_some_and(|cap| cap != 0.0) {
+                return Err(Error::Unsupported { what: format!("a cap of scores (`{}`)", of(key)) });
             }
         }
         let (hidden, q_heads) = (count("embedding_length")?, count("attention.head_count")?);
@@ -111,12 +186,30 @@ impl Config {
             }
         }
         let shape = LayerShape::new(q_heads, kv_heads, head_dim)?;
-        let rope_base = gguf.real(&of("rope.freq_base"))?.unwrap_or(10_000.0);
+        let above_0 = |key: &str, value: Option<f64>, otherwise: f64| match value {
+            Some(n) if n <= 0.0 => Err(Error::Metadata { key: of(key), why: format!("it is {n}, not above 0") }),
+            n => Ok(n.unwrap_or(otherwise)),
+        };
+        let base = |key: &str| above_0(key, gguf.real(&of(key))?, 10_000.0);
+        let stretch = if linear { above_0("rope.scaling.factor", factor, 1.0)? } else { 1.0 };
+        let rope = Rope { base: base("rope.freq_base")?, stretch };
+        let layers = count("block_count")?;
+        let windows = match built {
+            Architecture::Gemma3 => Some(Windows {
+                visible: count("attention.sliding_window")?,
+                rope: Rope { base: base("rope.freq_base_swa")?, stretch: 1.0 },
+                global_every: match gguf.get(&of("attention.sliding_window_pattern")) {
+                    None => GEMMA3_GLOBAL_EVERY,
+                    Some(_) => count("attention.sliding_window_pattern")?,
+                },
+            }),
+            _ => None,
+        };
+        // The largest model of the family has its own scale of scores, which its files do not say.
+        let largest = built == Architecture::Gemma3 && layers == GEMMA3_27B_LAYERS;
+        let score_dim = if largest { hidden / q_heads } else { head_dim };
         let epsilon = of("attention.layer_norm_rms_epsilon");
         let norm_epsilon = gguf.real(&epsilon)?.ok_or_else(|| absent(&epsilon))? as f32;
-        if rope_base <= 0.0 {
-            return Err(Error::Metadata { key: of("rope.freq_base"), why: format!("it is {rope_base}, not above 0") });
-        }
         if norm_epsilon < 0.0 {
             return Err(Error::Metadata { key: epsilon, why: format!("it is {norm_epsilon}, below 0") });
         }
@@ -127,15 +220,45 @@ impl Config {
         Ok(Self {
             architecture: built,
             name: gguf.text("general.name")?.map(str::to_owned),
-            layers: count("block_count")?,
+            layers,
             hidden,
             feed_forward: count("feed_forward_length")?,
             shape,
             vocabulary,
             context: count("context_length")?,
             norm_epsilon,
-            rope_base,
+            rope,
+            // Files of the llama architecture are permuted so.
+            pairing: if built == Architecture::Llama { Pairing::Neighbours } else { Pairing::Halves },
+            windows,
+            score_scale: (score_dim as f32).sqrt().recip(),
+            embedding_scale: built.embedding_scale(hidden),
         })
+    }
+
+    /// A layer as the cache is to hold it.
+    pub fn layer(&self, layer: usize, scheme: Scheme) -> LayerConfig {
+        LayerConfig { shape: self.shape, scheme, visible: self.attention(layer).visible }
+    }
+
+    /// What sets the attention of a layer apart.
+    pub fn attention(&self, layer: usize) -> AttentionFacts {
+        match &self.windows {
+            Some(w) if !(layer + 1).is_multiple_of(w.global_every) => {
+                AttentionFacts { visible: Some(w.visible), rope: w.rope }
+            }
+            _ => AttentionFacts { visible: None, rope: self.rope },
+        }
+    }
+}
+
+/// Of the gemma3 models each sixth layer has no window; their files do not say so.
+const GEMMA3_GLOBAL_EVERY: usize = 6;
+const GEMMA3_27B_LAYERS: usize = 62;
+
+impl Architecture {
+    fn embedding_scale(self, hidden: usize) -> f32 {
+        if self == Self::Gemma3 { (hidden as f32).sqrt() } else { 1.0 }
     }
 }
 

@@ -1,4 +1,5 @@
-//! The model: llama, and qwen2, which differs by biases and rotary pairs. In: tokens at positions, and a cache; out: logits of the rows asked for.
+//! The model: llama and its relatives (config.rs says how they differ). In: tokens at positions, and a cache; out: logits of the rows
+//! asked for.
 //! NOT here: which requests run together (scheduler.rs), sampling (sampler.rs), cache formats (kvant-kv).
 //!
 //! A row's result depends on its own tokens only: every product, norm and rotation is per row, and attention is per
@@ -13,7 +14,7 @@ pub mod rope;
 
 pub(crate) use basis::rotate_heads;
 pub use basis::{Basis, order_with_first};
-pub use config::{ARCHITECTURES, Architecture, Config};
+pub use config::{ARCHITECTURES, Activation, Architecture, AttentionFacts, Config, Windows};
 
 use crate::Error;
 use crate::forced::StoredRows;
@@ -23,7 +24,7 @@ use candle_core::{Device, Tensor};
 use kvant_kv::{Attention, Cache, Rows};
 use linear::{Linear, WeightRows};
 use rayon::prelude::*;
-use rope::{Pairing, Rotation};
+use rope::Rotation;
 
 /// How weight matrices are multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -41,7 +42,7 @@ pub fn product_kernels() -> Vec<(&'static str, Result<(), String>)> {
     matmul::kernels()
 }
 
-/// Weights of a llama model.
+/// Weights of a model.
 pub struct Model {
     config: Config,
     products: Products,
@@ -54,12 +55,22 @@ pub struct Model {
 struct Layer {
     attention_norm: Vec<f32>,
     qkv: Linear,
-    /// Added to q, k and v; none for llama.
+    /// Added to q, k and v.
     biases: Option<[Vec<f32>; 3]>,
+    /// Of each head of q and of k.
+    head_norms: Option<[Vec<f32>; 2]>,
     output: Linear,
     feed_forward_norm: Vec<f32>,
     gate_up: Linear,
     down: Linear,
+    /// Of what attention and the feed-forward part add.
+    post_norms: Option<[Vec<f32>; 2]>,
+}
+
+/// Angles of a step's rows, in layers without a window and in those with one.
+struct Rotations {
+    global: Rotation,
+    windowed: Option<Rotation>,
 }
 
 /// One step of a batch: which tokens at which positions, and whose logits are wanted.
@@ -91,7 +102,7 @@ impl Model {
     /// Call it on the engine's pool.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`], [`Error::TensorShape`], [`Error::Unsupported`] for tensors that a llama model has no
+    /// [`Error::MissingTensor`], [`Error::TensorShape`], [`Error::Unsupported`] for tensors that such a model has no
     /// use for, and those of [`Config::read`].
     pub fn load(
         gguf: &Gguf,
@@ -184,46 +195,56 @@ impl Model {
         buffers.qkv.resize(3, Vec::new());
         buffers.added.resize(1, Vec::new());
         buffers.gate_up.resize(2, Vec::new());
-        let rotation = self.rotation(step.positions);
+        let rotations = self.rotations(step.positions);
         buffers.attended.resize(step.tokens.len() * shape.q_heads * shape.head_dim, 0.0);
         let last = self.layers.len() - 1;
         for i in range {
             let layer = &self.layers[i];
-            self.project(i, stream, &rotation, &mut buffers)?;
+            self.project(i, stream, &rotations, &mut buffers)?;
             let [q, k, v] = &mut buffers.qkv[..] else { unreachable!("three outputs") };
             step.bases[i].enter(&shape, q, k, v);
             if let Some(stored) = &mut stored {
                 stored.pass(cache.layer_config(i)?.scheme.row_format(), &shape, k, v);
             }
-            attention::attend_step(cache, attention, i, step.batch, shape.head_dim, (q, k, v), &mut buffers.attended)?;
+            let scale = self.config.score_scale;
+            attention::attend_step(cache, attention, i, step.batch, scale, (q, k, v), &mut buffers.attended)?;
             step.bases[i].leave(&shape, &mut buffers.attended);
             if i == last {
                 // Behind the last attention each row goes its own way: rows without wanted logits end here.
                 keep_rows(stream, hidden, step.wanted);
                 keep_rows(&mut buffers.attended, shape.q_heads * shape.head_dim, step.wanted);
             }
+            let epsilon = self.config.norm_epsilon;
+            let post = |i: usize, added: &mut [f32]| {
+                if let Some(norms) = &layer.post_norms {
+                    normalize_in_place(added, &norms[i], epsilon);
+                }
+            };
             layer.output.forward(&buffers.attended, &mut buffers.added)?;
+            post(0, &mut buffers.added[0]);
             add(stream, &buffers.added[0]);
-            normalize(stream, &layer.feed_forward_norm, self.config.norm_epsilon, &mut buffers.normed);
+            normalize(stream, &layer.feed_forward_norm, epsilon, &mut buffers.normed);
             layer.gate_up.forward(&buffers.normed, &mut buffers.gate_up)?;
             let [gate, up] = &mut buffers.gate_up[..] else { unreachable!("two outputs") };
-            gated(gate, up);
+            match self.config.architecture.activation() {
+                Activation::Silu => gated(gate, up, silu),
+                Activation::Gelu => gated(gate, up, gelu),
+            }
             layer.down.forward(gate, &mut buffers.added)?;
+            post(1, &mut buffers.added[0]);
             add(stream, &buffers.added[0]);
         }
         Ok(())
     }
 
-    fn rotation(&self, positions: &[usize]) -> Rotation {
-        let pairing = match self.config.architecture {
-            Architecture::Llama => Pairing::Neighbours,
-            Architecture::Qwen2 => Pairing::Halves,
-        };
-        Rotation::new(positions, self.config.shape.head_dim, self.config.rope_base, pairing)
+    fn rotations(&self, positions: &[usize]) -> Rotations {
+        let Config { shape, rope, pairing, windows, .. } = &self.config;
+        let of = |rope| Rotation::new(positions, shape.head_dim, rope, *pairing);
+        Rotations { global: of(*rope), windowed: windows.map(|w| of(w.rope)) }
     }
 
     /// Queries, keys and values of a layer's rows, rotated by their positions, into `buffers.qkv`.
-    fn project(&self, i: usize, stream: &[f32], rotation: &Rotation, buffers: &mut Buffers) -> Result<(), Error> {
+    fn project(&self, i: usize, stream: &[f32], rotations: &Rotations, buffers: &mut Buffers) -> Result<(), Error> {
         let (layer, shape) = (&self.layers[i], self.config.shape);
         normalize(stream, &layer.attention_norm, self.config.norm_epsilon, &mut buffers.normed);
         layer.qkv.forward(&buffers.normed, &mut buffers.qkv)?;
@@ -231,6 +252,12 @@ impl Model {
             each_row(rows, bias.len(), |_, row| add(row, bias));
         }
         let [q, k, _] = &mut buffers.qkv[..] else { unreachable!("three outputs") };
+        if let Some([of_q, of_k]) = &layer.head_norms {
+            normalize_in_place(q, of_q, self.config.norm_epsilon);
+            normalize_in_place(k, of_k, self.config.norm_epsilon);
+        }
+        let windowed = rotations.windowed.as_ref().filter(|_| self.config.attention(i).visible.is_some());
+        let rotation = windowed.unwrap_or(&rotations.global);
         rotate(rotation, q, shape.q_heads * shape.head_dim);
         rotate(rotation, k, shape.row_len());
         Ok(())
@@ -247,10 +274,10 @@ impl Model {
         stream: &[f32],
         positions: &[usize],
     ) -> Result<(Vec<f32>, Vec<f32>), Error> {
-        let rotation = self.rotation(positions);
+        let rotations = self.rotations(positions);
         let mut buffers = Buffers::default();
         buffers.qkv.resize(3, Vec::new());
-        self.project(layer, stream, &rotation, &mut buffers)?;
+        self.project(layer, stream, &rotations, &mut buffers)?;
         let mut qkv = buffers.qkv.into_iter();
         Ok((qkv.next().unwrap_or_default(), qkv.next().unwrap_or_default()))
     }
@@ -279,7 +306,11 @@ impl Model {
             return Err(Error::NoSuchToken { token, vocabulary });
         }
         let rows = self.embedding.embedding(&Tensor::new(tokens, &Device::Cpu)?)?;
-        Ok(rows.flatten_all()?.to_vec1()?)
+        let mut rows = rows.flatten_all()?.to_vec1()?;
+        if self.config.embedding_scale != 1.0 {
+            rows.iter_mut().for_each(|x| *x *= self.config.embedding_scale);
+        }
+        Ok(rows)
     }
 }
 
@@ -288,10 +319,12 @@ struct LayerTensors<'a> {
     attention_norm: Vec<f32>,
     qkv: [Matrix<'a>; 3],
     biases: Option<[Vec<f32>; 3]>,
+    head_norms: Option<[Vec<f32>; 2]>,
     output: Matrix<'a>,
     feed_forward_norm: Vec<f32>,
     gate_up: [Matrix<'a>; 2],
     down: Matrix<'a>,
+    post_norms: Option<[Vec<f32>; 2]>,
 }
 
 impl<'a> LayerTensors<'a> {
@@ -300,12 +333,23 @@ impl<'a> LayerTensors<'a> {
         let (hidden, forward) = (config.hidden, config.feed_forward);
         let (q_len, kv_len) = (config.shape.q_heads * config.shape.head_dim, config.shape.row_len());
         let bias = |name: &str, len: usize| gguf.vector(&format!("blk.{layer}.{name}.bias"), len);
-        let biases = match config.architecture {
-            Architecture::Llama => None,
-            Architecture::Qwen2 => Some([bias("attn_q", q_len)?, bias("attn_k", kv_len)?, bias("attn_v", kv_len)?]),
+        let norms = |first: &str, second: &str, len: usize| -> Result<_, Error> {
+            Ok(Some([gguf.vector(&of(first), len)?, gguf.vector(&of(second), len)?]))
         };
+        let built = config.architecture;
         Ok(Self {
-            biases,
+            biases: match built.has_biases() {
+                true => Some([bias("attn_q", q_len)?, bias("attn_k", kv_len)?, bias("attn_v", kv_len)?]),
+                false => None,
+            },
+            head_norms: match built.has_head_norms() {
+                true => norms("attn_q_norm", "attn_k_norm", config.shape.head_dim)?,
+                false => None,
+            },
+            post_norms: match built.has_post_norms() {
+                true => norms("post_attention_norm", "post_ffw_norm", hidden)?,
+                false => None,
+            },
             attention_norm: gguf.vector(&of("attn_norm"), hidden)?,
             qkv: [
                 gguf.matrix(&of("attn_q"), q_len, hidden)?,
@@ -328,6 +372,8 @@ impl<'a> LayerTensors<'a> {
             gate_up: rows(&[gate, up], config.hidden)?,
             down: rows(&[&self.down], config.feed_forward)?,
             biases: self.biases,
+            head_norms: self.head_norms,
+            post_norms: self.post_norms,
             attention_norm: self.attention_norm,
             feed_forward_norm: self.feed_forward_norm,
         })
@@ -348,15 +394,17 @@ fn each_row(values: &mut [f32], width: usize, each: impl Fn(usize, &mut [f32]) +
 
 /// RMS norm: `x / sqrt(mean(x^2) + epsilon) * weight`.
 fn normalize(x: &[f32], weight: &[f32], epsilon: f32, out: &mut Vec<f32>) {
-    let width = weight.len();
-    out.resize(x.len(), 0.0);
-    each_row(out, width, |r, out| {
-        let x = &x[r * width..(r + 1) * width];
-        let squares: f64 = x.iter().map(|x| f64::from(x * x)).sum();
-        let scale = (squares / width as f64 + f64::from(epsilon)).sqrt().recip() as f32;
-        for ((out, x), w) in out.iter_mut().zip(x).zip(weight) {
-            *out = x * scale * w;
-        }
+    out.clear();
+    out.extend_from_slice(x);
+    normalize_in_place(out, weight, epsilon);
+}
+
+/// The same in place, of rows as long as `weight`.
+fn normalize_in_place(values: &mut [f32], weight: &[f32], epsilon: f32) {
+    each_row(values, weight.len(), |_, row| {
+        let squares: f64 = row.iter().map(|x| f64::from(x * x)).sum();
+        let scale = (squares / row.len() as f64 + f64::from(epsilon)).sqrt().recip() as f32;
+        row.iter_mut().zip(weight).for_each(|(x, w)| *x = *x * scale * w);
     });
 }
 
@@ -364,12 +412,21 @@ fn rotate(rotation: &Rotation, rows: &mut [f32], width: usize) {
     each_row(rows, width, |r, row| rotation.apply(r, row));
 }
 
-/// `gate = gate / (1 + exp(-gate)) * up`.
-fn gated(gate: &mut [f32], up: &[f32]) {
+fn silu(x: f32) -> f32 {
+    x / (1.0 + (-x).exp())
+}
+
+fn gelu(x: f32) -> f32 {
+    let root = std::f32::consts::FRAC_2_SQRT_PI * std::f32::consts::FRAC_1_SQRT_2;
+    0.5 * x * (1.0 + (root * (x + 0.044_715 * x * x * x)).tanh())
+}
+
+/// `gate = bend(gate) * up`.
+fn gated(gate: &mut [f32], up: &[f32], bend: impl Fn(f32) -> f32 + Sync) {
     const CHUNK: usize = 512;
     each_row(gate, CHUNK, |i, gate| {
         for (g, u) in gate.iter_mut().zip(&up[i * CHUNK..]) {
-            *g = *g / (1.0 + (-*g).exp()) * u;
+            *g = bend(*g) * u;
         }
     });
 }

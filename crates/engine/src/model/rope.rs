@@ -1,7 +1,8 @@
 //! Rotary position embedding. In: q or k rows and their positions; out: the rows, rotated in place.
-//! NOT here: scaled variants (config.rs refuses them).
+//! NOT here: scaled variants other than the linear one (config.rs refuses them).
 //!
-//! Formula: the two channels of pair i of each head are one complex number, turned by `position / base^(2i/head_dim)`.
+//! Formula: the two channels of pair i of each head are one complex number, turned by
+//! `position / stretch / base^(2i/head_dim)`.
 //! GGUF files of the llama architecture store q and k so that these pairs are neighbours, channels `2i` and `2i+1`; those of
 //! others keep them as they were trained, channels `i` and `i + head_dim/2`.
 
@@ -14,7 +15,16 @@ pub enum Pairing {
     Halves,
 }
 
-/// Angles of the rows of one step: shared by all layers.
+/// Frequencies of a rotary embedding.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Rope {
+    /// Base of the frequencies.
+    pub base: f64,
+    /// What positions are divided by (linear scaling); 1 for none.
+    pub stretch: f64,
+}
+
+/// Angles of the rows of one step: shared by all layers of one [`Rope`].
 pub struct Rotation {
     /// `(cos, sin)`, shape `[rows][head_dim / 2]`.
     turns: Vec<(f32, f32)>,
@@ -24,9 +34,10 @@ pub struct Rotation {
 
 impl Rotation {
     /// Angles for rows at `positions`; computed in f64 (an f32 angle is off by 1e-4 at position 8192).
-    pub fn new(positions: &[usize], head_dim: usize, base: f64, pairing: Pairing) -> Self {
+    pub fn new(positions: &[usize], head_dim: usize, rope: Rope, pairing: Pairing) -> Self {
         let pairs = head_dim / 2;
-        let frequencies: Vec<f64> = (0..pairs).map(|i| base.powf(-2.0 * i as f64 / head_dim as f64)).collect();
+        let frequencies: Vec<f64> =
+            (0..pairs).map(|i| rope.base.powf(-2.0 * i as f64 / head_dim as f64) / rope.stretch).collect();
         let turn = |angle: f64| {
             let (sin, cos) = angle.sin_cos();
             (cos as f32, sin as f32)
@@ -63,7 +74,7 @@ mod tests {
     #[test]
     fn a_turn_keeps_lengths_and_the_product_depends_on_distance_only() {
         let dot_of = |pairing: Pairing, p: usize, q: usize| {
-            let turn = Rotation::new(&[p, q], 64, 1e5, pairing);
+            let turn = Rotation::new(&[p, q], 64, Rope { base: 1e5, stretch: 2.0 }, pairing);
             let (mut a, mut b): (Vec<f32>, Vec<f32>) =
                 ((0..64).map(|i| (i as f32).sin()).collect(), (0..64).map(|i| (i as f32 * 0.7).cos()).collect());
             turn.apply(0, &mut a);

@@ -7,7 +7,7 @@ use crate::model::{Basis, Step};
 use crate::scheduler::PREFILL_ROWS;
 use crate::schemes::Schemes;
 use crate::{Error, LoadedModel, Pool};
-use kvant_kv::{Arm, Attention, Cache, LayerConfig, LayerShape, Rows, Scheme};
+use kvant_kv::{Arm, Attention, Cache, LayerShape, Rows, Scheme};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -90,7 +90,7 @@ impl Session {
         let Self { model, pool, attention, tokens, scored, entering, base, .. } = self;
         let model = model.weights();
         let (layers, hidden, shape) = (schemes.len(), model.config().hidden, model.config().shape);
-        let configs: Vec<_> = schemes.iter().map(|&scheme| LayerConfig { shape, scheme, visible: None }).collect();
+        let configs: Vec<_> = schemes.iter().enumerate().map(|(i, &scheme)| model.config().layer(i, scheme)).collect();
         let mut cache = Cache::new(&configs, Arm::Fused)?;
         let seq = cache.add_sequence();
         let mut logits = Vec::new();

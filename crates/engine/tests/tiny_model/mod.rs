@@ -1,4 +1,4 @@
-//! Tiny llama models, written as GGUF files by the tests themselves. In: dimensions; out: a file, and its weights as
+//! Tiny models, written as GGUF files by the tests themselves. In: dimensions; out: a file, and its weights as
 //! f64 for a plain forward pass. NOT here: what is asserted.
 #![allow(dead_code)] // each test file uses a part
 
@@ -20,8 +20,7 @@ pub struct Tiny {
     pub context: usize,
     pub dtype: GgmlDType,
     pub tied: bool,
-    /// Of the qwen2 architecture: biases, and rotary pairs across the halves of a head.
-    pub qwen2: bool,
+    pub architecture: &'static str,
     pub seed: u64,
 }
 
@@ -37,7 +36,7 @@ impl Default for Tiny {
             context: 700,
             dtype: GgmlDType::Q8_0,
             tied: true,
-            qwen2: false,
+            architecture: "llama",
             seed: 1,
         }
     }
@@ -49,6 +48,12 @@ pub const IM_START: u32 = 257;
 pub const IM_END: u32 = 258;
 pub const EPSILON: f32 = 1e-5;
 pub const ROPE_BASE: f32 = 10_000.0;
+/// Of gemma3's layers without a window.
+pub const GLOBAL_BASE: f32 = 1e6;
+/// What positions are divided by in those.
+pub const STRETCH: f32 = 4.0;
+/// Keys that a query of gemma3's other layers sees.
+pub const VISIBLE: usize = 24;
 
 /// A model in the making: metadata and tensors can be changed before it is written.
 pub struct Parts {
@@ -87,12 +92,20 @@ impl Tiny {
             matrix("ffn_gate", forward, hidden, 1.0);
             matrix("ffn_up", forward, hidden, 1.0);
             matrix("ffn_down", hidden, forward, 1.0);
-            if self.qwen2 {
+            if self.architecture == "qwen2" {
                 for (name, n) in [("attn_q", q), ("attn_k", kv), ("attn_v", kv)] {
                     tensors.insert(format!("blk.{i}.{name}.bias"), tensor(&[n], GgmlDType::F32, 1.5, 0.2));
                 }
             }
-            for name in ["attn_norm", "ffn_norm"] {
+            if ["qwen3", "gemma3"].contains(&self.architecture) {
+                for name in ["attn_q_norm", "attn_k_norm"] {
+                    let norm = tensor(&[self.head_dim], GgmlDType::F32, 0.4, 1.2);
+                    tensors.insert(format!("blk.{i}.{name}.weight"), norm);
+                }
+            }
+            let behind: &[&str] =
+                if self.architecture == "gemma3" { &["post_attention_norm", "post_ffw_norm"] } else { &[] };
+            for name in ["attn_norm", "ffn_norm"].iter().chain(behind) {
                 tensors.insert(format!("blk.{i}.{name}.weight"), tensor(&[hidden], GgmlDType::F32, 0.3, 1.0));
             }
         }
@@ -138,12 +151,17 @@ impl Tiny {
             ("tokenizer.ggml.unknown_token_id", Value::U32(256)),
             ("tokenizer.chat_template", text(template)),
         ]
+        .into_iter()
+        .chain((self.architecture == "gemma3").then(|| ("llama.attention.sliding_window", n(VISIBLE))))
+        .chain((self.architecture == "gemma3").then(|| ("llama.rope.freq_base", Value::F32(GLOBAL_BASE))))
+        .chain((self.architecture == "gemma3").then(|| ("llama.rope.scaling.type", text("linear"))))
+        .chain((self.architecture == "gemma3").then(|| ("llama.rope.scaling.factor", Value::F32(STRETCH))))
         .map(|(k, v)| match k.strip_prefix("llama.") {
-            Some(rest) if self.qwen2 => (format!("qwen2.{rest}"), v),
-            _ if self.qwen2 && k == "general.architecture" => (k.to_owned(), text("qwen2")),
-            _ => (k.to_owned(), v),
+            Some(rest) => (format!("{}.{rest}", self.architecture), v),
+            None if k == "general.architecture" => (k.to_owned(), text(self.architecture)),
+            None => (k.to_owned(), v),
         })
-        .into()
+        .collect()
     }
 }
 
@@ -184,11 +202,17 @@ pub fn reference_rounding(tiny: &Tiny, parts: &Parts, tokens: &[u32], round: fn(
         let mean = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
         x.iter().zip(w).map(|(x, w)| x / (mean + f64::from(EPSILON)).sqrt() * w).collect()
     };
-    let turn = |row: &mut [f64], position: usize| {
+    let gemma = tiny.architecture == "gemma3";
+    let turn = |row: &mut [f64], position: usize, global: bool| {
+        let (base, stretch) = if gemma && global { (GLOBAL_BASE, STRETCH) } else { (ROPE_BASE, 1.0) };
         for head in row.chunks_exact_mut(tiny.head_dim) {
             for i in 0..tiny.head_dim / 2 {
-                let angle = position as f64 * f64::from(ROPE_BASE).powf(-2.0 * i as f64 / tiny.head_dim as f64);
-                let (first, second) = if tiny.qwen2 { (i, i + tiny.head_dim / 2) } else { (2 * i, 2 * i + 1) };
+                let angle =
+                    position as f64 / f64::from(stretch) * f64::from(base).powf(-2.0 * i as f64 / tiny.head_dim as f64);
+                let (first, second) = match tiny.architecture {
+                    "llama" => (2 * i, 2 * i + 1),
+                    _ => (i, i + tiny.head_dim / 2),
+                };
                 let (a, b) = (head[first], head[second]);
                 head[first] = a * angle.cos() - b * angle.sin();
                 head[second] = a * angle.sin() + b * angle.cos();
@@ -199,25 +223,45 @@ pub fn reference_rounding(tiny: &Tiny, parts: &Parts, tokens: &[u32], round: fn(
     let embedding = weights("token_embd.weight");
     let mut stream: Vec<Vec<f64>> =
         tokens.iter().map(|&t| embedding[t as usize * tiny.hidden..][..tiny.hidden].to_vec()).collect();
+    if gemma {
+        stream.iter_mut().flatten().for_each(|x| *x *= (tiny.hidden as f64).sqrt());
+    }
+    let each_head = |x: &mut [f64], weight: &[f64]| {
+        for head in x.chunks_exact_mut(weight.len()) {
+            let normed = norm(head, weight);
+            head.copy_from_slice(&normed);
+        }
+    };
     for layer in 0..tiny.layers {
         let of = |name: &str| weights(&format!("blk.{layer}.{name}.weight"));
         let (wq, wk, wv, wo) = (of("attn_q"), of("attn_k"), of("attn_v"), of("attn_output"));
         let biased = |name: &str, x: Vec<f64>| -> Vec<f64> {
-            let bias = if tiny.qwen2 { weights(&format!("blk.{layer}.{name}.bias")) } else { vec![0.0; x.len()] };
+            let bias = if tiny.architecture == "qwen2" {
+                weights(&format!("blk.{layer}.{name}.bias"))
+            } else {
+                vec![0.0; x.len()]
+            };
             x.iter().zip(bias).map(|(x, b)| x + b).collect()
         };
         let (gate, up, down) = (of("ffn_gate"), of("ffn_up"), of("ffn_down"));
+        let global = !gemma || (layer + 1) % 6 == 0;
         let (mut keys, mut values): (Vec<Vec<f64>>, Vec<Vec<f64>>) = (vec![], vec![]);
         for (position, x) in stream.iter_mut().enumerate() {
             let normed = norm(x, &of("attn_norm"));
             let (mut q, mut k) = (biased("attn_q", product(&wq, &normed)), biased("attn_k", product(&wk, &normed)));
-            turn(&mut q, position);
-            turn(&mut k, position);
+            if ["qwen3", "gemma3"].contains(&tiny.architecture) {
+                each_head(&mut q, &of("attn_q_norm"));
+                each_head(&mut k, &of("attn_k_norm"));
+            }
+            turn(&mut q, position, global);
+            turn(&mut k, position, global);
             keys.push(stored(k));
             values.push(stored(biased("attn_v", product(&wv, &normed))));
             let mut attended = vec![];
             for (h, q) in q.chunks_exact(tiny.head_dim).enumerate() {
                 let at = h / (tiny.q_heads / tiny.kv_heads) * tiny.head_dim;
+                let first = if global { 0 } else { (position + 1).saturating_sub(VISIBLE) };
+                let (keys, values) = (&keys[first..], &values[first..]);
                 let scores: Vec<f64> = keys
                     .iter()
                     .map(|k| q.iter().zip(&k[at..]).map(|(q, k)| q * k).sum::<f64>() / (tiny.head_dim as f64).sqrt())
@@ -226,17 +270,21 @@ pub fn reference_rounding(tiny: &Tiny, parts: &Parts, tokens: &[u32], round: fn(
                 let p: Vec<f64> = scores.iter().map(|s| (s - largest).exp()).collect();
                 let total: f64 = p.iter().sum();
                 attended.extend(
-                    (0..tiny.head_dim).map(|d| p.iter().zip(&values).map(|(p, v)| p * v[at + d]).sum::<f64>() / total),
+                    (0..tiny.head_dim).map(|d| p.iter().zip(values).map(|(p, v)| p * v[at + d]).sum::<f64>() / total),
                 );
             }
-            x.iter_mut().zip(product(&wo, &attended)).for_each(|(x, y)| *x += y);
+            let behind = |name: &str, y: Vec<f64>| if gemma { norm(&y, &of(name)) } else { y };
+            let bend = |g: f64| match gemma {
+                true => 0.5 * g * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (g + 0.044715 * g.powi(3))).tanh()),
+                false => g / (1.0 + (-g).exp()),
+            };
+            let added = behind("post_attention_norm", product(&wo, &attended));
+            x.iter_mut().zip(added).for_each(|(x, y)| *x += y);
             let normed = norm(x, &of("ffn_norm"));
-            let inner: Vec<f64> = product(&gate, &normed)
-                .iter()
-                .zip(product(&up, &normed))
-                .map(|(g, u)| g / (1.0 + (-g).exp()) * u)
-                .collect();
-            x.iter_mut().zip(product(&down, &inner)).for_each(|(x, y)| *x += y);
+            let inner: Vec<f64> =
+                product(&gate, &normed).iter().zip(product(&up, &normed)).map(|(g, u)| bend(*g) * u).collect();
+            let added = behind("post_ffw_norm", product(&down, &inner));
+            x.iter_mut().zip(added).for_each(|(x, y)| *x += y);
         }
     }
     let head = weights(if tiny.tied { "token_embd.weight" } else { "output.weight" });

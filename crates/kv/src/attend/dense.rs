@@ -165,6 +165,7 @@ impl Attention {
             edge: &|position| position + 1,
             positions: kv.kv_len - 1..kv.kv_len,
             first_visible: options.first_visible.get(i % kv.batch).copied().unwrap_or(0),
+            visible: None,
             first_row: i,
             sm_scale: options.sm_scale,
             softcap: options.softcap,

@@ -15,6 +15,8 @@ mod threads;
 
 #[cfg(test)]
 mod parity;
+#[cfg(test)]
+mod unread;
 
 use crate::append::record::dequantize_record;
 use crate::cache::layout::{BLOCK_LEN, PlainLayout};
@@ -41,7 +43,8 @@ pub struct AttendOptions<'a> {
     pub softcap: Option<f32>,
     /// One more term `exp(sink_logit)` per query head in the denominator only. Shape `[q_heads]`.
     pub sink_logits: Option<&'a [f32]>,
-    /// Keys before this position are not seen; one per batch entry, or empty for "all seen".
+    /// Keys before this position are not seen; one per batch entry, or empty for "all seen". A layer's own window
+    /// ([`crate::LayerConfig::visible`]) hides further ones.
     pub first_visible: &'a [usize],
 }
 
@@ -148,7 +151,16 @@ impl Attention {
         }
         check_queries(q, layers.start, shape.head_dim, shape.q_heads, &views, batch)?;
 
-        let sources: Vec<_> = views.iter().map(|view| CacheSource::new(*view, cache.arm())).collect();
+        let oldest = |(i, view): (usize, &SeqView<'_>)| {
+            let entry = i % batch.len();
+            let own = (view.len + 1 - batch[entry].rows).saturating_sub(view.spec.visible.unwrap_or(usize::MAX));
+            own.max(options.first_visible.get(entry).copied().unwrap_or(0))
+        };
+        let sources: Vec<_> = views
+            .iter()
+            .zip(views.iter().enumerate().map(oldest))
+            .map(|(view, from)| CacheSource::new(*view, cache.arm(), from))
+            .collect();
         let edges: Vec<_> = views.iter().map(|view| move |position| view.spec.scheme.edge(position)).collect();
         let mut first_row = 0;
         let mut problems = Vec::with_capacity(views.len());
@@ -163,6 +175,7 @@ impl Attention {
                 edge: &edges[i],
                 positions: view.len - batch[entry].rows..view.len,
                 first_visible: options.first_visible.get(entry).copied().unwrap_or(0),
+                visible: view.spec.visible,
                 first_row,
                 sm_scale: options.sm_scale,
                 softcap: options.softcap,
@@ -301,21 +314,23 @@ struct CacheSource<'a> {
 }
 
 impl<'a> CacheSource<'a> {
-    fn new(view: SeqView<'a>, arm: Arm) -> Self {
+    /// `from`: the first position that any row sees.
+    fn new(view: SeqView<'a>, arm: Arm, from: usize) -> Self {
         let start = if view.spec.record.is_some() { view.groups().start * view.spec.group_len() } else { 0 };
-        let step = (arm == Arm::DequantStep).then(|| (view.spec.plain, start, dequantize_all(&view)));
+        let step = (arm == Arm::DequantStep).then(|| (view.spec.plain, start, dequantize_all(&view, from)));
         Self { view, step }
     }
 }
 
-/// Every record as f16 blocks `[groups * group_len / 32][kv_heads]`.
-fn dequantize_all(view: &SeqView<'_>) -> Vec<f16> {
+/// Every record as f16 blocks `[groups * group_len / 32][kv_heads]`; zeros for groups before that of `from`.
+fn dequantize_all(view: &SeqView<'_>, from: usize) -> Vec<f16> {
     let Some(layout) = view.spec.record.as_ref() else { return Vec::new() };
     let per_group = layout.group_len / BLOCK_LEN;
     let block_bytes = view.spec.plain.block_bytes(view.spec.shape.kv_heads);
     let mut rows = vec![f16::ZERO; view.groups().len() * per_group * block_bytes / size_of::<f16>()];
     let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut rows);
-    for (group, blocks) in view.groups().zip(bytes.chunks_exact_mut(per_group * block_bytes)) {
+    let seen = view.groups().zip(bytes.chunks_exact_mut(per_group * block_bytes));
+    for (group, blocks) in seen.filter(|(group, _)| *group >= from / layout.group_len) {
         for head in 0..view.spec.shape.kv_heads {
             let blocks = blocks.chunks_exact_mut(block_bytes).map(|b| view.spec.plain.head_mut(b, head));
             dequantize_record(layout, view.record(head, group), &mut blocks.collect::<Vec<_>>());

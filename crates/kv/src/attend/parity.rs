@@ -46,6 +46,8 @@ struct Case {
     past: usize,
     rows: usize,
     first_visible: Option<usize>,
+    /// The layer's window.
+    visible: Option<usize>,
     softcap: Option<f32>,
     sink_logits: bool,
     data: Data,
@@ -63,6 +65,7 @@ impl Case {
             past: len - 1,
             rows: 1,
             first_visible: None,
+            visible: None,
             softcap: None,
             sink_logits: false,
             data: Data::Plain,
@@ -200,7 +203,7 @@ fn check(cases: impl IntoIterator<Item = Case>) {
         count += 1;
         let shape = LayerShape::new(case.q_heads, case.kv_heads, case.head_dim).unwrap();
         let scheme = case.scheme.parse().unwrap();
-        let mut cache = Cache::new(&[LayerConfig { shape, scheme, visible: None }], case.arm).unwrap();
+        let mut cache = Cache::new(&[LayerConfig { shape, scheme, visible: case.visible }], case.arm).unwrap();
         let seq = cache.add_sequence();
         let x = numbers(&case);
         let past = case.past * shape.row_len();
@@ -330,6 +333,36 @@ fn softcap_sink_logits_and_first_visible() {
         for softcap in [0.5, 30.0] {
             let case = Case { softcap: Some(softcap), sink_logits: true, ..Case::decode(96, scheme, len) };
             cases.push(Case { q_heads: 15, kv_heads: 3, ..case });
+        }
+    }
+    check(cases);
+}
+
+/// Windows that begin inside a group, a block and a range, at their edges, and among the sinks, for one row and for
+/// chunks whose rows begin at different keys.
+#[test]
+fn windows_of_layers() {
+    let schemes = ["f16", "bf16", "k4v4g64w128s4p512", "k2v3g32s16", "k3v8g128w20s2", "k2l4v4g64.mse"];
+    let mut cases = Vec::new();
+    for scheme in schemes {
+        let case = |head_dim, past, rows, visible| Case { past, rows, visible, ..Case::decode(head_dim, scheme, 1) };
+        for visible in [1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 512, 513, 700, 1290, 1296, 1299, 1300, 5000] {
+            cases.push(case(64, 1299, 1, Some(visible)));
+            cases.push(Case { q_heads: 6, kv_heads: 2, ..case(80, 1291, 9, Some(visible)) });
+        }
+        for (past, rows) in [(0, 1), (0, 300), (64, 64), (500, 24), (509, 7), (40, 600)] {
+            for visible in [1, 37, 64, 200] {
+                cases.push(Case { q_heads: 3, ..case(64, past, rows, Some(visible)) });
+            }
+        }
+        // The call's own first position hides more, or less.
+        for first in [10, 590, 600] {
+            cases.push(Case { first_visible: Some(first), ..case(64, 600, 30, Some(40)) });
+        }
+        let softcap = Case { softcap: Some(3.0), sink_logits: true, q_heads: 16, ..case(256, 700, 40, Some(512)) };
+        cases.push(softcap);
+        for arm in [Arm::DequantOnce, Arm::DequantStep, Arm::F16] {
+            cases.push(Case { arm, ..case(96, 700, 70, Some(100)) });
         }
     }
     check(cases);

@@ -1,6 +1,6 @@
 //! From problems to units of work. In: problems (a sequence's rows in a layer); out: attention outputs.
 //!
-//! Rows are cut into tiles in which `edge` is constant; a unit is one tile, one kv head and a run of key ranges. Ranges
+//! Rows are cut into tiles in which `edge` and the first record that a row sees are constant; a unit is one tile, one kv head and a run of key ranges. Ranges
 //! are fixed by position and merged in order, so that bits depend on neither threads nor batch.
 //! NOT here: validation (mod.rs), arithmetic (cpu/, softmax.rs).
 
@@ -29,14 +29,20 @@ const BLOCK_RANGES: usize = 8;
 struct Own {
     /// Query vectors times sm_scale, `[vectors][head_dim]`.
     scaled: Vec<f32>,
-    /// Last visible position of each query vector.
+    /// First and last visible position of each query vector.
+    first_visible: Vec<usize>,
     last_visible: Vec<usize>,
     scratch: Box<Scratch>,
 }
 
 thread_local! {
     static OWN: RefCell<Own> =
-        RefCell::new(Own { scaled: Vec::new(), last_visible: Vec::new(), scratch: Scratch::new() });
+        RefCell::new(Own {
+            scaled: Vec::new(),
+            first_visible: Vec::new(),
+            last_visible: Vec::new(),
+            scratch: Scratch::new(),
+        });
 }
 
 /// How calls are cut into work, for experiments; results do not depend on it. None: the product's rule.
@@ -71,7 +77,10 @@ pub(crate) struct Problem<'a> {
     pub edge: &'a (dyn Fn(usize) -> usize + Sync),
     /// Positions of the rows.
     pub positions: Range<usize>,
+    /// Keys before this position are not seen, whatever the row.
     pub first_visible: usize,
+    /// Keys that a row sees at most; None: all.
+    pub visible: Option<usize>,
     /// First row of this problem in q and out.
     pub first_row: usize,
     pub sm_scale: f32,
@@ -80,11 +89,21 @@ pub(crate) struct Problem<'a> {
     pub sink_logits: Option<&'a [f32]>,
 }
 
+impl Problem<'_> {
+    /// First position that a row at `position` sees; beyond the row's own where the call's options hide all.
+    fn first_seen(&self, position: usize) -> usize {
+        self.first_visible.max(self.visible.map_or(0, |n| (position + 1).saturating_sub(n)))
+    }
+}
+
 /// Rows of one problem with the same edge.
 struct Tile {
     problem: usize,
     positions: Range<usize>,
     edge: usize,
+    /// The first group that these rows see packed: records that share a range share a bound of their scales, so that a
+    /// row must not find more of them than it would alone.
+    first_group: usize,
 }
 
 impl Tile {
@@ -139,11 +158,11 @@ fn tiles(problems: &[Problem<'_>]) -> Vec<Tile> {
     for (problem, p) in problems.iter().enumerate() {
         for position in p.positions.clone() {
             let edge = (p.edge)(position);
+            let first_group = p.records.map_or(0, |layout| p.first_seen(position).min(edge) / layout.group_len);
+            let same = |t: &Tile| t.problem == problem && t.edge == edge && t.first_group == first_group;
             match tiles.last_mut() {
-                Some(t) if t.problem == problem && t.edge == edge && t.positions.len() < TILE_ROWS => {
-                    t.positions.end = position + 1;
-                }
-                _ => tiles.push(Tile { problem, positions: position..position + 1, edge }),
+                Some(t) if same(t) && t.positions.len() < TILE_ROWS => t.positions.end = position + 1,
+                _ => tiles.push(Tile { problem, positions: position..position + 1, edge, first_group }),
             }
         }
     }
@@ -152,7 +171,7 @@ fn tiles(problems: &[Problem<'_>]) -> Vec<Tile> {
 
 fn units(problems: &[Problem<'_>], tiles: &[Tile], threads: usize, split: Split) -> Vec<Unit> {
     let ranges = |t: &Tile| {
-        let first = problems[t.problem].first_visible.min(t.positions.end - 1) / RANGE_LEN;
+        let first = problems[t.problem].first_seen(t.positions.start).min(t.positions.end - 1) / RANGE_LEN;
         first..t.positions.end.div_ceil(RANGE_LEN)
     };
     let all: usize = tiles.iter().map(|t| ranges(t).len() * problems[t.problem].shape.kv_heads).sum();
@@ -245,9 +264,12 @@ fn attend_unit(
     let tile = &tiles[unit.tile];
     let p = &problems[tile.problem];
     let (d, ratio) = (p.shape.head_dim, p.shape.gqa_ratio());
-    let Own { scaled, last_visible, scratch } = own;
+    let Own { scaled, first_visible, last_visible, scratch } = own;
     scaled.clear();
     vectors(p, tile, unit.head).for_each(|at| scaled.extend(q[at..at + d].iter().map(|x| x * p.sm_scale)));
+    first_visible.clear();
+    first_visible
+        .extend(tile.positions.clone().flat_map(|position| std::iter::repeat_n(p.first_seen(position), ratio)));
     last_visible.clear();
     last_visible.extend(tile.positions.clone().flat_map(|p| std::iter::repeat_n(p, ratio)));
     let mut parts: Vec<Part> = Vec::with_capacity(if unit.whole { 2 } else { unit.ranges.len() });
@@ -264,7 +286,7 @@ fn attend_unit(
             range,
             edge: tile.edge,
             sinks: if tile.edge > 0 { p.sinks } else { 0 },
-            first_visible: p.first_visible,
+            first_visible,
             vectors_per_unpack: split.vectors_per_unpack.unwrap_or(variant.vectors).clamp(1, variant.vectors),
             softcap: p.softcap,
             q: scaled,

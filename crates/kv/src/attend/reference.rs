@@ -69,8 +69,12 @@ pub fn attend_cache_f64(
     let mut rows_of_q = q.chunks_exact(shape.q_heads * d);
     for (i, entry) in batch.iter().enumerate() {
         let view = cache.view(layer, entry.seq)?;
-        let first_visible = options.first_visible.get(i).copied().unwrap_or(0);
+        let hidden = options.first_visible.get(i).copied().unwrap_or(0);
         for position in view.len - entry.rows..view.len {
+            let first_visible = match view.spec.visible {
+                Some(n) if position + 1 > n => hidden.max(position + 1 - n),
+                _ => hidden,
+            };
             let q = rows_of_q.next().expect("q has a row for every row of the batch");
             let mut cached: Option<(usize, Vec<f64>, Vec<f64>)> = None;
             for (h, q) in q.chunks_exact(d).enumerate() {

@@ -75,7 +75,7 @@ pub struct LayerConfig {
     pub shape: LayerShape,
     /// How its tokens are stored.
     pub scheme: Scheme,
-    /// A query at position i sees keys at positions above `i - visible`; None: all.
+    /// Keys that a query sees: at position i those at positions above `i - visible`, itself included; None: all.
     pub visible: Option<usize>,
 }
 
@@ -130,10 +130,13 @@ impl Cache {
     /// An empty cache. With [`Arm::F16`] every layer is stored as f16, with [`Arm::Bf16`] as bf16, whatever its scheme says.
     ///
     /// # Errors
-    /// [`Error::Shape`] when there are no layers.
+    /// [`Error::Shape`] when there are no layers, or one whose queries would see nothing.
     pub fn new(layers: &[LayerConfig], arm: Arm) -> Result<Self, Error> {
         if layers.is_empty() {
             return Err(Error::Shape { what: "layers of a cache (1 or more)", expected: 1, got: 0 });
+        }
+        if layers.iter().any(|l| l.visible == Some(0)) {
+            return Err(Error::Shape { what: "keys that a query of a layer sees (1 or more)", expected: 1, got: 0 });
         }
         let mut pools = Pools::default();
         let scheme = |c: &LayerConfig| arm.plain_scheme().unwrap_or(c.scheme);

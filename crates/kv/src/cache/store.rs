@@ -19,7 +19,7 @@ use std::sync::Arc;
 pub(crate) struct LayerSpec {
     pub shape: LayerShape,
     pub scheme: Scheme,
-    /// A query sees keys less than this many positions before it; None: all.
+    /// See [`crate::LayerConfig::visible`].
     pub visible: Option<usize>,
     pub record: Option<RecordLayout>,
     pub plain: PlainLayout,

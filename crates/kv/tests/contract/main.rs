@@ -13,3 +13,4 @@ mod position;
 mod saving;
 mod sharing;
 mod traps;
+mod windows;

@@ -68,10 +68,20 @@ pub struct Rig {
 impl Rig {
     /// Layers of one shape, a scheme for each.
     pub fn layers(shape: LayerShape, schemes: &[&str], arm: Arm, kernel: &str, threads: usize) -> Self {
-        let layers: Vec<_> = schemes
-            .iter()
-            .map(|s| LayerConfig { shape, scheme: s.parse().expect("a scheme"), visible: None })
-            .collect();
+        Self::windowed(shape, schemes, None, arm, kernel, threads)
+    }
+
+    /// Layers whose queries see this many keys.
+    pub fn windowed(
+        shape: LayerShape,
+        schemes: &[&str],
+        visible: Option<usize>,
+        arm: Arm,
+        kernel: &str,
+        threads: usize,
+    ) -> Self {
+        let layers: Vec<_> =
+            schemes.iter().map(|s| LayerConfig { shape, scheme: s.parse().expect("a scheme"), visible }).collect();
         Self {
             cache: Cache::new(&layers, arm).unwrap(),
             attention: Attention::new(threads, Some(kernel)).unwrap(),

@@ -69,8 +69,8 @@ pub(crate) struct Task<'a> {
     pub edge: usize,
     /// Sink tokens (0 when nothing is packed).
     pub sinks: usize,
-    /// Positions before this one are not seen.
-    pub first_visible: usize,
+    /// First visible position of each query vector; all of them see the same records, if any.
+    pub first_visible: &'a [usize],
     /// Most query vectors that share one pass over the codes; less than the kernel's own number only in experiments.
     pub vectors_per_unpack: usize,
     pub softcap: Option<f32>,
@@ -160,14 +160,16 @@ fn attend_vectors<K: Kernel, const H: usize>(
     let vectors = kernel.vectors();
     let (d, base) = (task.head_dim, task.range.start);
     let q = &task.q[first * d..][..H * d];
+    let first_visible = &task.first_visible[first..][..H];
     let last_visible = &task.last_visible[first..][..H];
     // Positions nobody of these vectors sees are not even read.
     let end = task.range.end.min(last_visible.iter().max().expect("H >= 1") + 1);
-    if end <= base || end <= task.first_visible {
+    let start = base.max(*first_visible.iter().min().expect("H >= 1"));
+    if end <= start {
         return H;
     }
-    let keys = Keys::new(task, end);
-    let sinks = if base == 0 { task.sinks.min(end) } else { 0 };
+    let keys = Keys::new(task, start, end);
+    let sinks = if start < task.sinks { task.sinks.min(end) } else { 0 };
     let sink_rows = (sinks > 0).then(|| task.source.sinks(task.head));
 
     let mut folded = [vectors.folded::<H>(), vectors.folded::<H>()];
@@ -191,7 +193,7 @@ fn attend_vectors<K: Kernel, const H: usize>(
         if let Some(cap) = task.softcap {
             row.iter_mut().for_each(|s| *s = cap * (*s / cap).tanh());
         }
-        row[..task.first_visible.saturating_sub(base).min(padded)].fill(f32::NEG_INFINITY);
+        row[..first_visible[h].saturating_sub(base).min(padded)].fill(f32::NEG_INFINITY);
         row[(last_visible[h] + 1).clamp(base, end) - base..].fill(f32::NEG_INFINITY);
         // The packed codes of a sink token are not its values: its weight is spent apart.
         let mut sink_scores = [f32::NEG_INFINITY; SLOT_LANES];
@@ -239,19 +241,22 @@ struct Keys<'a> {
 }
 
 impl<'a> Keys<'a> {
-    /// The task's keys before `end`.
+    /// The task's keys from the group or block of `start` on, before `end`.
     #[inline(always)]
-    fn new(task: &'a Task<'a>, end: usize) -> Self {
+    fn new(task: &'a Task<'a>, start: usize, end: usize) -> Self {
         let base = task.range.start;
-        let packed = base..task.edge.min(end).max(base);
+        let step = task.records.map_or(BLOCK_LEN, |layout| layout.group_len);
+        // What lies before `start` may not even be held any more.
+        let edge = task.edge.clamp(base, end);
+        let packed = (start / step * step).min(edge)..edge;
         let mut records: [&[u8]; MAX_STEPS] = [&[]; MAX_STEPS];
         let mut groups = 0;
         if let Some(layout) = task.records {
             groups = packed.len().div_ceil(layout.group_len);
-            let first = base / layout.group_len;
+            let first = packed.start / layout.group_len;
             (0..groups).for_each(|i| records[i] = task.source.record(task.head, first + i));
         }
-        Self { task, packed, plain: task.edge.clamp(base, end)..end, records, groups }
+        Self { task, packed, plain: edge.max(start / BLOCK_LEN * BLOCK_LEN)..end, records, groups }
     }
 
     fn records(&self) -> &[&'a [u8]] {
@@ -260,6 +265,11 @@ impl<'a> Keys<'a> {
 
     fn base(&self) -> usize {
         self.task.range.start
+    }
+
+    /// Tokens of the range before the first record.
+    fn skipped(&self) -> usize {
+        self.packed.start - self.base()
     }
 
     /// Tokens whose weights share a bound: a group, or a block where nothing is read packed.
@@ -336,7 +346,7 @@ impl<'a> Keys<'a> {
                 }
                 let mut zero = [Lanes::ZERO; H];
                 vectors.dot(q, d, zeros, &mut zero);
-                let at = i * layout.group_len;
+                let at = self.skipped() + i * layout.group_len;
                 (0..H).for_each(|h| out[h * RANGE_LEN + at..][..layout.group_len].fill(zero[h].total()));
                 let these = panels;
                 if i + 1 < self.groups {
@@ -376,6 +386,7 @@ impl<'a> Keys<'a> {
         let Work { ready, sums, .. } = work;
         let vectors = kernel.vectors();
         if let Some(layout) = self.task.records.filter(|_| self.groups > 0) {
+            let tops_from = self.skipped() / layout.group_len;
             // At most head_dim / 32 channel groups.
             let mut zero_sums = [[Lanes::ZERO; H]; MAX_FOLD / 32];
             let lane_bytes = Ready::lane_bytes(layout.group_len);
@@ -401,14 +412,14 @@ impl<'a> Keys<'a> {
             let mut next = ahead(0);
             prepare(0, &next, &mut ready[0]);
             for (i, record) in self.records().iter().enumerate() {
-                let p = &p[i * layout.group_len..];
+                let p = &p[self.skipped() + i * layout.group_len..];
                 let these = next;
                 for pair in (0..layout.v_groups()).step_by(2) {
                     let pair = pair..(pair + 2).min(layout.v_groups());
                     for (group, folded) in pair.clone().zip(folded.iter_mut()) {
                         let (scales, zeros) = layout.v_params(record, group);
                         let top = vectors.largest(scales);
-                        vectors.fold::<H>(p, RANGE_LEN, scales, &tops.map(|tops| tops[i] * top), folded, 0);
+                        vectors.fold::<H>(p, RANGE_LEN, scales, &tops.map(|tops| tops[tops_from + i] * top), folded, 0);
                         vectors.dot(p, RANGE_LEN, zeros, &mut zero_sums[group]);
                     }
                     if pair.start == 0 && i + 1 < self.groups {
