@@ -8,7 +8,7 @@ use anyhow::Result;
 use kvant_engine::gguf::Gguf;
 use kvant_engine::model::Config;
 use kvant_engine::tokenizer::Tokenizer;
-use kvant_engine::{Arm, Engine, EngineOptions, Event, LoadedModel, Message, Products, Schemes, load_schemes};
+use kvant_engine::{Arm, Engine, EngineOptions, Event, Limits, LoadedModel, Message, Products, Schemes, load_schemes};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -152,7 +152,8 @@ pub fn engine(
     arm: Arm,
     schemes: Schemes,
 ) -> Result<Engine> {
-    let options = EngineOptions { threads, kernel: kernel.map(str::to_string), arm, schemes };
+    let options =
+        EngineOptions { threads, kernel: kernel.map(str::to_string), arm, schemes, limits: Limits::default() };
     Ok(Engine::new(model.clone(), options).map_err(Failure::from)?)
 }
 

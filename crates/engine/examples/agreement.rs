@@ -1,7 +1,9 @@
 //! How far fused attention is from dequant-step, and from the portable fused kernel, on the real model, per kernel and
 //! scheme (teacher-forced, 96 steps): docs/decisions/0006-agreement-over-one-cache.md.
 //! Usage: agreement SCHEME...
-use kvant_engine::{Arm, Distribution, Engine, EngineOptions, Feed, Forced, LoadedModel, Products, load_schemes};
+use kvant_engine::{
+    Arm, Distribution, Engine, EngineOptions, Feed, Forced, Limits, LoadedModel, Products, load_schemes,
+};
 use std::sync::Arc;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -13,7 +15,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for scheme in std::env::args().skip(1) {
         let schemes = load_schemes(&scheme, loaded.config().layers)?;
         let follow = |arm, kernel: &str| -> Result<Vec<Distribution>, kvant_engine::Error> {
-            let options = EngineOptions { threads: 2, kernel: Some(kernel.into()), arm, schemes: schemes.clone() };
+            let options = EngineOptions {
+                threads: 2,
+                kernel: Some(kernel.into()),
+                arm,
+                schemes: schemes.clone(),
+                limits: Limits::default(),
+            };
             let mut all = Vec::new();
             let text = [Forced { tokens: &tokens[..prompt + steps], prompt }];
             Engine::new(loaded.clone(), options)?.follow(&text, Feed::Decode, &mut |_, _, l| {

@@ -1,6 +1,6 @@
 //! Times prefill and decoding of the real model, part by part.
 //! Usage: decode_time [threads] [prompt tokens] [requests] [scheme] [steps].
-use kvant_engine::{Arm, Engine, EngineOptions, LoadedModel, Products, Request, load_schemes};
+use kvant_engine::{Arm, Engine, EngineOptions, Limits, LoadedModel, Products, Request, load_schemes};
 use std::ops::ControlFlow::Continue;
 use std::sync::Arc;
 use std::time::Instant;
@@ -15,7 +15,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let loaded = Arc::new(LoadedModel::load(path.as_ref(), threads, Products::Quantized, &|_, _| {})?);
     println!("load {:.2} s", started.elapsed().as_secs_f64());
     let schemes = load_schemes(scheme, loaded.config().layers)?;
-    let options = EngineOptions { threads, kernel: None, arm: Arm::Fused, schemes };
+    let options = EngineOptions { threads, kernel: None, arm: Arm::Fused, schemes, limits: Limits::default() };
     let mut engine = Engine::new(loaded.clone(), options)?;
     let tokens = loaded.encode(&"The quick brown fox jumps over the lazy dog, and then it rests. ".repeat(prompt))?;
     for _ in 0..3 {

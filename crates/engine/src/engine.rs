@@ -1,17 +1,21 @@
 //! Decodes requests together. In: requests; out: events of each step, and outcomes.
-//! `step` reads as the pipeline: schedule, run the model, choose tokens.
+//! Rooms: steps.rs (schedule, run the model, choose tokens), room.rs (memory).
 //! NOT here: the rules of each part (scheduler.rs, model/, sampler.rs, kvant-kv).
+
+mod room;
+mod steps;
 
 use crate::chat::{ChatTemplate, Message};
 use crate::forced::{EveryRow, StoredRows, Tape};
 use crate::gguf::Gguf;
 use crate::model::{Basis, Config, Model, Products, Step};
+use crate::prefixes::Prefixes;
 use crate::request::{Event, Outcome, Request};
-use crate::scheduler::{self, Plan};
 use crate::schemes::Schemes;
-use crate::sequence::Sequence;
+use crate::sequence::{Place, Sequence};
+use crate::status::{RequestStatus, Status, Totals};
 use crate::tokenizer::Tokenizer;
-use crate::{Error, Pool};
+use crate::{Error, Limits, Pool};
 use kvant_kv::{Arm, Attention, Cache, CacheBytes, LayerConfig, RowCodec, Rows};
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
@@ -107,6 +111,8 @@ pub struct EngineOptions {
     pub arm: Arm,
     /// How each layer stores tokens. The arms `f16` and `bf16` store everything so, whatever this says.
     pub schemes: Schemes,
+    /// What it may use.
+    pub limits: Limits,
 }
 
 /// Decodes requests over one cache.
@@ -120,7 +126,17 @@ pub struct Engine {
     arm: Arm,
     cache: Cache,
     attention: Attention,
+    limits: Limits,
+    /// Requests that have not ended, by arrival.
     sequences: Vec<Sequence>,
+    /// Ended ones that nobody has taken yet.
+    done: Vec<Sequence>,
+    prefixes: Prefixes,
+    /// Tokens of a page that requests share; None: they share nothing.
+    page_len: Option<usize>,
+    totals: Totals,
+    /// Why the last request failed that did.
+    failure: Option<Error>,
     next_request: usize,
     pub(crate) tape: Option<Tape>,
     imitation: Option<Arc<dyn RowCodec>>,
@@ -183,7 +199,10 @@ impl Engine {
         };
         let layers: Vec<LayerConfig> =
             schemes.layers().iter().enumerate().map(|(i, &scheme)| config.layer(i, scheme)).collect();
-        let cache = Cache::new(&layers, options.arm)?;
+        options.limits.check()?;
+        let mut cache = Cache::new(&layers, options.arm)?;
+        cache.set_budget(options.limits.kv_memory);
+        let page_len = cache.share_len().filter(|_| options.limits.share_prefixes);
         let attention = Attention::new(options.threads, options.kernel.as_deref())?;
         Ok(Self {
             loaded,
@@ -194,7 +213,13 @@ impl Engine {
             arm: options.arm,
             cache,
             attention,
+            limits: options.limits,
             sequences: Vec::new(),
+            done: Vec::new(),
+            prefixes: Prefixes::default(),
+            page_len,
+            totals: Totals::default(),
+            failure: None,
             next_request: 0,
             tape: None,
             imitation: None,
@@ -280,6 +305,7 @@ impl Engine {
         }
         self.clear()?;
         self.reset_counters();
+        self.next_request = 0;
         for request in requests {
             self.add(request)?;
         }
@@ -287,6 +313,10 @@ impl Engine {
             let events = self.step()?;
             if events.is_empty() {
                 break;
+            }
+            if events.iter().any(|e| matches!(e, Event::Failed { .. })) {
+                self.clear()?;
+                return Err(self.failure.take().unwrap_or(Error::Stopped));
             }
             if events.iter().try_for_each(&mut *on_event).is_break() {
                 self.clear()?;
@@ -307,75 +337,79 @@ impl Engine {
         request.sampling.check()
     }
 
-    /// Adds a request to those being decoded and gives it the next number.
+    /// Adds a request to those being decoded and gives it the next number. It waits until there is room.
     ///
     /// # Errors
-    /// As the checks of [`Engine::generate`].
+    /// As the checks of [`Engine::generate`]; [`Error::NeverFits`].
     pub fn add(&mut self, request: Request) -> Result<usize, Error> {
         let number = self.next_request;
         self.check(number, &request)?;
-        let id = self.cache.add_sequence();
-        self.sequences.push(Sequence::new(number, id, request, Instant::now())?);
+        if let Some(budget) = self.limits.kv_memory {
+            // The newest token is chosen and not stored.
+            let prompt = request.prompt.len();
+            let tokens = (prompt + request.max_tokens - 1).min(self.loaded.config().context);
+            let need = self.cache.bytes_to_reach(tokens, prompt, self.limits.step_tokens);
+            if need > budget {
+                return Err(Error::NeverFits { request: number, tokens, need, budget });
+            }
+        }
+        self.sequences.push(Sequence::new(number, request, Instant::now())?);
         self.next_request += 1;
         Ok(number)
     }
 
-    /// One step of what is being decoded. No events: nothing is left to do.
+    /// Drops a request and frees what it holds; pages that it offered to others stay until the memory is needed. Whether
+    /// it was there.
     ///
     /// # Errors
-    /// [`Error::NanLogit`], [`Error::Kv`]; the cache is empty afterwards.
-    pub fn step(&mut self) -> Result<Vec<Event>, Error> {
-        self.try_step().inspect_err(|_| {
-            // Some layers may have stored the step and others not: nothing of it can be used.
-            let _ = self.clear();
-        })
+    /// None in practice; those of the cache.
+    pub fn cancel(&mut self, number: usize) -> Result<bool, Error> {
+        let of = |list: &mut Vec<Sequence>| list.iter().position(|s| s.request == number).map(|i| list.remove(i));
+        let Some(sequence) = of(&mut self.sequences).or_else(|| of(&mut self.done)) else { return Ok(false) };
+        self.forget(sequence)?;
+        Ok(true)
     }
 
-    fn try_step(&mut self) -> Result<Vec<Event>, Error> {
-        let states: Vec<_> = self.sequences.iter().map(Sequence::state).collect();
-        let mut events = Vec::new();
-        match scheduler::plan(&states) {
-            Plan::Idle => {}
-            Plan::Prefill { sequence, start, rows } => {
-                let s = &self.sequences[sequence];
-                let (of, end) = (s.prompt_len(), start + rows);
-                let tokens = s.tokens[start..end].to_vec();
-                let wanted: &[usize] = if end == of { &[rows - 1] } else { &[] };
-                self.forward(&[Rows { seq: s.id, rows }], &tokens, &(start..end).collect::<Vec<_>>(), wanted)?;
-                self.sequences[sequence].stored = end;
-                events.push(Event::Prefilled { request: self.sequences[sequence].request, tokens: end, of });
-                if end == of {
-                    self.choose(&[sequence], &mut events)?;
+    /// What it is doing and has done.
+    pub fn status(&self) -> Status {
+        let mut status = Status {
+            waiting: 0,
+            running: 0,
+            swapped: 0,
+            requests: Vec::with_capacity(self.sequences.len()),
+            budget_bytes: self.limits.kv_memory,
+            bytes: self.cache.bytes(),
+            swapped_bytes: 0,
+            blocks_used: self.cache.blocks().0,
+            blocks_shared: self.cache.blocks().1,
+            blocks_free: None,
+            pages: self.prefixes.len(),
+            sessions: self.prefixes.sessions().len(),
+            totals: self.totals,
+        };
+        let free = self.limits.kv_memory.map(|budget| budget.saturating_sub(self.cache.held_bytes()));
+        status.blocks_free = free.map(|free| free / self.cache.largest_block_bytes());
+        for s in &self.sequences {
+            let state = s.state();
+            let bytes = match &s.place {
+                Place::Waiting => {
+                    status.waiting += 1;
+                    0
                 }
-            }
-            Plan::Decode { sequences } => {
-                let started = Instant::now();
-                let of = |f: &dyn Fn(&Sequence) -> usize| -> Vec<usize> {
-                    sequences.iter().map(|&i| f(&self.sequences[i])).collect()
-                };
-                let positions = of(&|s| s.stored);
-                let batch: Vec<_> = sequences.iter().map(|&i| Rows { seq: self.sequences[i].id, rows: 1 }).collect();
-                let tokens: Vec<u32> =
-                    sequences.iter().map(|&i| self.sequences[i].tokens[self.sequences[i].stored]).collect();
-                self.forward(&batch, &tokens, &positions, &(0..batch.len()).collect::<Vec<_>>())?;
-                sequences.iter().for_each(|&i| self.sequences[i].stored += 1);
-                self.choose(&sequences, &mut events)?;
-                self.decode.tokens += sequences.len();
-                self.decode.steps += 1;
-                self.decode.time += started.elapsed();
-            }
+                Place::Cache(id) => {
+                    status.running += 1;
+                    self.cache.sequence_bytes(*id).unwrap_or(0)
+                }
+                Place::Out(swapped) => {
+                    status.swapped += 1;
+                    status.swapped_bytes += swapped.bytes;
+                    0
+                }
+            };
+            let (number, phase, prompt_tokens, stored) = (s.request, state.phase, s.prompt_len(), state.stored);
+            status.requests.push(RequestStatus { number, phase, prompt_tokens, stored, bytes });
         }
-        Ok(events)
-    }
-
-    /// Gives each of these sequences its next token, from one row of logits each.
-    fn choose(&mut self, sequences: &[usize], events: &mut Vec<Event>) -> Result<(), Error> {
-        let Config { vocabulary, context, .. } = *self.loaded.config();
-        let tokenizer = self.loaded.tokenizer.as_ref();
-        for (&i, logits) in sequences.iter().zip(self.logits.chunks_exact(vocabulary)) {
-            self.sequences[i].advance(logits, tokenizer, context, events)?;
-        }
-        Ok(())
+        status
     }
 
     /// Runs the model; `self.logits` becomes `[wanted][vocabulary]`.
@@ -394,28 +428,30 @@ impl Engine {
         Ok(&self.logits)
     }
 
-    /// Takes finished requests, with their numbers, out of the engine and the cache.
+    /// Takes finished requests, with their numbers, out of the engine. With shared prefixes what they hold stays in the
+    /// cache for a next turn, until the memory is needed.
     ///
     /// # Errors
     /// None in practice; those of the cache.
     pub fn take_finished(&mut self) -> Result<Vec<(usize, Outcome)>, Error> {
-        let (finished, running): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut self.sequences).into_iter().partition(|s| s.state().finished);
-        self.sequences = running;
+        let mut finished = std::mem::take(&mut self.done);
+        finished.sort_by_key(|s| s.request);
         for s in &finished {
-            self.cache.remove_sequence(s.id)?;
+            self.retire(s)?;
         }
         Ok(finished.into_iter().filter_map(|s| Some((s.request, s.outcome()?))).collect())
     }
 
-    /// Drops every request and all that the cache holds.
+    /// Drops every request, everything kept for others, and all that the cache holds.
     ///
     /// # Errors
     /// None in practice; those of the cache.
     pub fn clear(&mut self) -> Result<(), Error> {
         self.sequences.clear();
-        self.next_request = 0;
+        self.done.clear();
+        self.prefixes = Prefixes::default();
         self.cache = Cache::new(&self.layers, self.arm)?;
+        self.cache.set_budget(self.limits.kv_memory);
         if let Some(codec) = &self.imitation {
             self.cache.imitate(codec);
         }

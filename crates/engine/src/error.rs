@@ -164,6 +164,44 @@ pub enum Error {
         /// What is wrong, and in which line.
         why: String,
     },
+    /// A limit of the engine that cannot be kept.
+    #[error("{option}: {why}")]
+    Limit {
+        /// Its name.
+        option: &'static str,
+        /// Why not.
+        why: String,
+    },
+    /// A request whose tokens take more memory than the cache may have, even alone.
+    #[error(
+        "request {request} can never fit: {tokens} tokens take up to {need} bytes of cache, and it may have {budget}"
+    )]
+    NeverFits {
+        /// Its number.
+        request: usize,
+        /// Tokens of its prompt and of the longest answer.
+        tokens: usize,
+        /// Bytes it takes at most, alone.
+        need: usize,
+        /// Bytes the cache may have.
+        budget: usize,
+    },
+    /// What was moved out of the cache could not be written or read back.
+    #[error("the request's saved cache could not be {what}: {why}")]
+    Swap {
+        /// `written` or `read back`.
+        what: &'static str,
+        /// What the operating system or the cache said.
+        why: String,
+    },
+    /// A prompt's cache in a file that cannot be used.
+    #[error("prompt cache {}: {why}", path.display())]
+    PromptCache {
+        /// The file.
+        path: PathBuf,
+        /// What does not fit.
+        why: String,
+    },
     /// Whoever listened to the events of a generation asked for no more.
     #[error("the caller stopped the generation")]
     Stopped,

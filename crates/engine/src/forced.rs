@@ -4,7 +4,7 @@
 
 use crate::Error;
 use crate::engine::{Engine, check_tokens};
-use crate::scheduler::PREFILL_ROWS;
+use crate::limits::STEP_TOKENS;
 use half::{bf16, f16};
 use kvant_kv::{LayerShape, RowCodec, RowFormat, Rows, SeqId};
 use std::sync::Arc;
@@ -179,7 +179,7 @@ impl Engine {
             let first_wanted = prompt(text).saturating_sub(1);
             let mut start = 0;
             while start < end {
-                let rows = PREFILL_ROWS.min(end - start);
+                let rows = STEP_TOKENS.min(end - start);
                 let positions: Vec<usize> = (start..start + rows).collect();
                 let wanted: Vec<usize> = (0..rows).filter(|r| start + r >= first_wanted).collect();
                 let batch = [Rows { seq: ids[i], rows }];

@@ -15,19 +15,33 @@ pub struct Request {
     pub sampling: Sampling,
     /// Goes on behind an end token: for measurements that need a fixed number of steps.
     pub ignore_end: bool,
+    /// The text ends before the first of these. Text that could begin one is held back until it is clear.
+    pub stop: Vec<String>,
+    /// With each token its log probability, and those of so many likeliest ones.
+    pub logprobs: Option<usize>,
 }
 
 impl Request {
     /// A greedy request.
     pub fn greedy(prompt: Vec<u32>, max_tokens: usize) -> Self {
-        Self { prompt, max_tokens, sampling: Sampling::default(), ignore_end: false }
+        let (sampling, ignore_end, stop, logprobs) = (Sampling::default(), false, Vec::new(), None);
+        Self { prompt, max_tokens, sampling, ignore_end, stop, logprobs }
     }
+}
+
+/// How likely a token was, by the model's own probabilities: before temperature and cuts.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TokenLogprobs {
+    /// Natural logarithm of its probability.
+    pub logprob: f32,
+    /// The likeliest tokens and theirs, likeliest first.
+    pub top: Vec<(u32, f32)>,
 }
 
 /// Why a request ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FinishReason {
-    /// The model produced an end token (which is not among the tokens).
+    /// The model produced an end token (which is not among the tokens), or a text that the request stops at.
     Stop,
     /// `max_tokens` were produced, or the model's context is full.
     Length,
@@ -54,6 +68,8 @@ pub enum Event {
         tokens: usize,
         /// Tokens of the prompt.
         of: usize,
+        /// Of them taken from shared pages or a kept session.
+        cached: usize,
     },
     /// A token was produced.
     Token {
@@ -63,6 +79,15 @@ pub enum Event {
         token: u32,
         /// Text that became complete with it: whole characters, empty for a part of one.
         text: String,
+        /// When the request asked for them.
+        logprobs: Option<TokenLogprobs>,
+    },
+    /// A request cannot go on. The others do.
+    Failed {
+        /// Number of the request.
+        request: usize,
+        /// Why, in a sentence.
+        why: String,
     },
     /// A request ended.
     Finished {
@@ -80,12 +105,16 @@ pub enum Event {
 pub struct Outcome {
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
+    /// Of them taken from shared pages or a kept session.
+    pub cached_tokens: usize,
     /// Tokens produced, without the end token.
     pub tokens: Vec<u32>,
     /// Their text.
     pub text: String,
     /// Why it ended.
     pub reason: FinishReason,
+    /// From the call that added the request until it entered the cache.
+    pub queued: Duration,
     /// From the call that added the request to its first token.
     pub ttft: Duration,
 }

@@ -5,6 +5,7 @@
 //! has its own generator, so what is drawn depends neither on the batch nor on its order.
 
 use crate::Error;
+use crate::request::TokenLogprobs;
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 
@@ -109,6 +110,24 @@ impl Sampler {
     }
 }
 
+/// Log probabilities of `token` and of the `top` likeliest tokens (of equal ones the lowest first), by the softmax of `logits`.
+pub fn logprobs(logits: &[f32], token: u32, top: usize) -> TokenLogprobs {
+    let largest = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+    let sum: f64 = logits.iter().map(|&l| (f64::from(l) - largest).exp()).sum();
+    let of = |l: f32| (f64::from(l) - largest - sum.ln()) as f32;
+    let mut best: Vec<u32> = (0..logits.len() as u32).collect();
+    let likelier = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
+    if top < best.len() {
+        if top > 0 {
+            best.select_nth_unstable_by(top - 1, likelier);
+        }
+        best.truncate(top);
+    }
+    best.sort_unstable_by(likelier);
+    let top = best.into_iter().map(|t| (t, of(logits[t as usize]))).collect();
+    TokenLogprobs { logprob: of(logits[token as usize]), top }
+}
+
 /// The likeliest token; of equal ones the lowest.
 pub fn greedy(logits: &[f32]) -> u32 {
     let mut best = 0;
@@ -172,6 +191,17 @@ mod tests {
         assert_eq!(kept(Sampling { top_p: 0.65, ..base }), [2, 3]);
         assert_eq!(kept(Sampling { min_p: 0.45, ..base }), [1, 2, 3]);
         assert_eq!(kept(Sampling { top_p: 0.01, ..base }), [3]);
+    }
+
+    #[test]
+    fn log_probabilities_are_those_of_the_softmax() {
+        let logits: Vec<f32> = [0.1f32, 0.4, 0.4, 0.1].iter().map(|p| p.ln() + 30.0).collect();
+        let all = logprobs(&logits, 3, 9);
+        assert!((all.logprob - 0.1f32.ln()).abs() < 1e-5);
+        assert_eq!(all.top.iter().map(|(t, _)| *t).collect::<Vec<_>>(), [1, 2, 0, 3]);
+        assert!((all.top[0].1 - 0.4f32.ln()).abs() < 1e-5);
+        assert_eq!(logprobs(&logits, 0, 2).top.iter().map(|(t, _)| *t).collect::<Vec<_>>(), [1, 2]);
+        assert!(logprobs(&logits, 0, 0).top.is_empty());
     }
 
     #[test]

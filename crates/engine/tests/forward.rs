@@ -6,7 +6,7 @@ use candle_core::quantized::GgmlDType;
 use half::{bf16, f16};
 use kvant_engine::model::linear::{BlockKind, Linear, WeightRows};
 use kvant_engine::{
-    Arm, Engine, EngineOptions, Error, Event, Feed, FinishReason, Forced, LoadedModel, Message, Pool, Products,
+    Arm, Engine, EngineOptions, Error, Event, Feed, FinishReason, Forced, Limits, LoadedModel, Message, Pool, Products,
     Request, Sampling, Tape, load_schemes, product_kernels,
 };
 use kvant_kv::attend::reference::relative_error;
@@ -23,7 +23,8 @@ fn load(parts: &Parts, products: Products) -> Arc<LoadedModel> {
 
 fn engine(loaded: &Arc<LoadedModel>, scheme: &str, arm: Arm, threads: usize) -> Engine {
     let schemes = load_schemes(scheme, loaded.config().layers).unwrap();
-    Engine::new(loaded.clone(), EngineOptions { threads, kernel: None, arm, schemes }).unwrap()
+    Engine::new(loaded.clone(), EngineOptions { threads, kernel: None, arm, schemes, limits: Limits::default() })
+        .unwrap()
 }
 
 fn tokens(n: usize, seed: usize) -> Vec<u32> {
@@ -104,7 +105,13 @@ fn bases_change_what_is_stored_and_not_what_is_said() {
     assert!(half < 0.9 * all, "half of the channels at 4 bits: {half}, none: {all}");
     let e = Engine::new(
         loaded.clone(),
-        EngineOptions { threads: 1, kernel: None, arm: Arm::Fused, schemes: load_schemes("k2l2v8g64", 2).unwrap() },
+        EngineOptions {
+            threads: 1,
+            kernel: None,
+            arm: Arm::Fused,
+            schemes: load_schemes("k2l2v8g64", 2).unwrap(),
+            limits: Limits::default(),
+        },
     );
     assert!(matches!(e.err(), Some(Error::Loud { layer: 0, .. })));
 }

@@ -4,8 +4,8 @@
 
 use kvant_engine::sampler::greedy;
 use kvant_engine::{
-    Arm, Distribution, Engine, EngineOptions, Error, Event, Feed, Forced, LoadedModel, Message, Products, Request,
-    load_schemes,
+    Arm, Distribution, Engine, EngineOptions, Error, Event, Feed, Forced, Limits, LoadedModel, Message, Products,
+    Request, load_schemes,
 };
 use std::ops::ControlFlow::Continue;
 use std::path::PathBuf;
@@ -41,7 +41,8 @@ fn model() -> (Arc<LoadedModel>, MutexGuard<'static, ()>) {
 
 fn engine(loaded: &Arc<LoadedModel>, scheme: &str, arm: Arm, threads: usize) -> Engine {
     let schemes = load_schemes(scheme, loaded.config().layers).unwrap();
-    Engine::new(loaded.clone(), EngineOptions { threads, kernel: None, arm, schemes }).unwrap()
+    Engine::new(loaded.clone(), EngineOptions { threads, kernel: None, arm, schemes, limits: Limits::default() })
+        .unwrap()
 }
 
 /// Mean and largest KL divergence of `got` from `expected` (logits), and how often the likeliest token is the same.

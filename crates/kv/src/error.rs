@@ -49,6 +49,8 @@ pub enum Error {
         token: usize,
         /// The offending value, as given.
         value: f32,
+        /// Whose token it is; None: of an operation without sequences.
+        seq: Option<crate::SeqId>,
     },
     /// An option of an operation that is no usable number.
     #[error("{what} is {value}; it must be {allowed}")]

@@ -139,6 +139,8 @@ mod tests {
     fn run(scheme: &str, held: usize, tokens: &[u32]) -> Run {
         let outcome = Outcome {
             prompt_tokens: 5,
+            cached_tokens: 0,
+            queued: Duration::ZERO,
             tokens: tokens.to_vec(),
             text: format!("text of {scheme}"),
             reason: FinishReason::Length,

@@ -66,10 +66,8 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     let tokens = session::tokens(&model, &prompts, args.chat)?;
     let mut prefill = Prefill::new(&tokens);
     let sampling = sampling(&args.sampling);
-    let requests = tokens
-        .into_iter()
-        .map(|prompt| Request { prompt, max_tokens: args.max_tokens, sampling, ignore_end: false })
-        .collect();
+    let requests =
+        tokens.into_iter().map(|prompt| Request { sampling, ..Request::greedy(prompt, args.max_tokens) }).collect();
 
     let mut printer = Printer { texts: vec![String::new(); prompts.len()], silent: args.json, failed: None };
     let generation = engine.generate(requests, &mut |event| {
@@ -157,7 +155,7 @@ impl Printer {
             Event::Finished { request, text, .. } => {
                 format!("== prompt {}\n{}{text}\n\n", request + 1, self.texts[*request])
             }
-            Event::Prefilled { .. } => return ControlFlow::Continue(()),
+            Event::Prefilled { .. } | Event::Failed { .. } => return ControlFlow::Continue(()),
         };
         // Nobody can be told from inside the engine; the command reports it when the engine returns.
         self.failed = output::text("the text", &text).err();

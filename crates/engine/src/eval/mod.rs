@@ -26,7 +26,7 @@ pub use score::{Bucket, Figures};
 use crate::engine::{Engine, EngineOptions, LoadedModel};
 use crate::forced::{Feed, Forced};
 use crate::schemes::Schemes;
-use crate::{Error, Pool};
+use crate::{Error, Limits, Pool};
 use kvant_kv::{Arm, RowCodec, Scheme};
 use score::RowScore;
 use std::ops::Range;
@@ -85,6 +85,7 @@ impl Contestant {
             kernel: settings.kernel.clone(),
             arm: self.arm,
             schemes: self.schemes.clone(),
+            limits: Limits::default(),
         };
         let mut engine = Engine::new(model.clone(), options)?;
         if let Some(codec) = &self.groups {

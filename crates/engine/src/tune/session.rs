@@ -3,8 +3,8 @@
 
 use super::{Form, Template};
 use crate::eval::{Base, Scored};
+use crate::limits::STEP_TOKENS;
 use crate::model::{Basis, Step};
-use crate::scheduler::PREFILL_ROWS;
 use crate::schemes::Schemes;
 use crate::{Error, LoadedModel, Pool};
 use kvant_kv::{Arm, Attention, Cache, LayerShape, Rows, Scheme};
@@ -95,8 +95,8 @@ impl Session {
         let seq = cache.add_sequence();
         let mut logits = Vec::new();
         // The last token predicts nothing that is in the text.
-        for start in (0..scored.end).step_by(PREFILL_ROWS) {
-            let end = (start + PREFILL_ROWS).min(scored.end);
+        for start in (0..scored.end).step_by(STEP_TOKENS) {
+            let end = (start + STEP_TOKENS).min(scored.end);
             let positions: Vec<usize> = (start..end).collect();
             let wanted: Vec<usize> = (0..end - start).filter(|row| scored.contains(&(start + row))).collect();
             let batch = [Rows { seq, rows: end - start }];

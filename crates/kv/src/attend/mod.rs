@@ -299,6 +299,7 @@ fn check_queries(
                 head: at / head_dim % q_heads,
                 token: view.len - rows + row,
                 value: q[at],
+                seq: Some(batch[i % batch.len()].seq),
             });
         }
         row -= rows;

@@ -232,7 +232,8 @@ impl Cache {
         }
         let held = self.sequences[&entry.seq][layer].extent.len;
         let head = at % shape.row_len() / shape.head_dim;
-        Error::NotFinite { tensor, format: plain.format, layer, head, token: held + row, value: x[at] }
+        let (token, seq) = (held + row, Some(entry.seq));
+        Error::NotFinite { tensor, format: plain.format, layer, head, token, value: x[at], seq }
     }
 
     /// Ends a step of one layer: every token of these sequences is kept for good, and rows that only older rows
@@ -357,6 +358,16 @@ impl Cache {
             store.extent.blocks().bytes(&self.layers[layer], self.copy_pools[layer].is_some())
         };
         Ok(stores.iter().enumerate().map(of).sum())
+    }
+
+    /// Bytes of all blocks in use; what a budget bounds.
+    pub fn held_bytes(&self) -> usize {
+        self.pools.held_bytes()
+    }
+
+    /// Bytes of the largest block.
+    pub fn largest_block_bytes(&self) -> usize {
+        self.pools.largest_block_bytes()
     }
 
     /// Blocks in use, and how many of them belong to several sequences or pages.

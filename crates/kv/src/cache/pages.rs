@@ -127,22 +127,17 @@ impl Cache {
         Ok(())
     }
 
-    /// Bytes that releasing a page would free now: those of blocks that nobody else owns.
+    /// Bytes of a page's blocks, whoever owns them too.
     ///
     /// # Errors
     /// [`Error::NoSuchPage`].
     pub fn page_bytes(&self, page: PageId) -> Result<usize, Error> {
         let held = self.pages.pages.get(&page).ok_or(Error::NoSuchPage { id: page.0 })?;
-        let mut bytes = 0;
-        for (part, spec) in held.layers.iter().zip(&self.layers) {
-            let alone = |pool: usize, blocks: &mut dyn Iterator<Item = &Block>| {
-                let pool = self.pools.get(pool);
-                blocks.filter(|b| !pool.is_shared(b)).count() * pool.block_bytes()
-            };
-            bytes += alone(spec.page_unit().1, &mut part.blocks.iter().flatten());
-            bytes += alone(spec.sink_pool, &mut part.sinks.iter());
-        }
-        Ok(bytes)
+        let of = |(part, spec): (&Part, &LayerSpec)| {
+            let blocks = part.blocks.iter().flatten().count() * self.pools.get(spec.page_unit().1).block_bytes();
+            blocks + part.sinks.as_ref().map_or(0, |_| self.pools.get(spec.sink_pool).block_bytes())
+        };
+        Ok(held.layers.iter().zip(&self.layers).map(of).sum())
     }
 
     /// Pages held.

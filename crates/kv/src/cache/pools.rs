@@ -42,6 +42,10 @@ impl Pools {
         self.pools.iter().map(|(_, p)| p.in_use_bytes()).sum()
     }
 
+    pub(crate) fn largest_block_bytes(&self) -> usize {
+        self.pools.iter().map(|(_, p)| p.block_bytes()).max().unwrap_or(0)
+    }
+
     /// Blocks in use, and how many of them have several owners.
     pub(crate) fn blocks(&self) -> (usize, usize) {
         self.pools.iter().fold((0, 0), |(used, shared), (_, p)| (used + p.in_use(), shared + p.shared()))

@@ -37,7 +37,8 @@ fn a_value_that_the_format_cannot_hold_names_its_place_and_nothing_is_stored() {
                 x[(40 + 3) * 128 + 64 + 9 * i] = value;
                 let e = rig.cache.append(layer, &batch, &t.k, &t.v).unwrap_err();
                 let text = e.to_string();
-                let Error::NotFinite { tensor: t2, format: f2, layer: l2, head: 1, token: 36, value: v2 } = e else {
+                let Error::NotFinite { tensor: t2, format: f2, layer: l2, head: 1, token: 36, value: v2, .. } = e
+                else {
                     panic!("{e:?}")
                 };
                 assert!(t2 == tensor && f2 == format && l2 == layer && v2.to_bits() == value.to_bits(), "{text}");
@@ -142,6 +143,7 @@ fn attention_refuses_what_it_cannot_answer() {
         head: 2,
         token: 32,
         value: f32::NEG_INFINITY,
+        seq: Some(b.seq),
     };
     assert_eq!(e, place);
     assert!(out.iter().all(|&x| x == 7.0), "a refused call writes nothing");

@@ -1,0 +1,152 @@
+//! Memory of requests: what the scheduler is told about it, and making room. In: requests, kept prefixes, a budget; out:
+//! bytes, and blocks given up for them.
+//! NOT here: who runs (scheduler.rs), steps (steps.rs).
+
+use super::Engine;
+use crate::Error;
+use crate::prefixes::{Chain, NodeId, Prefixes, Victim};
+use crate::scheduler::{Bounds, Outlook};
+use crate::sequence::{Place, Sequence};
+use kvant_kv::{Cache, PageId, Rows};
+use std::cell::OnceCell;
+
+/// Tokens that a request should be able to decode after it entered, before memory is short again.
+const HEADROOM: usize = 64;
+
+/// What the scheduler sees of an engine's memory.
+pub(super) struct View<'a> {
+    pub cache: &'a Cache,
+    pub sequences: &'a [Sequence],
+    /// Finished ones that nobody has taken yet.
+    pub done: &'a [Sequence],
+    pub prefixes: &'a Prefixes,
+    pub bounds: Bounds,
+    pub budget: Option<usize>,
+    free: OnceCell<usize>,
+}
+
+impl View<'_> {
+    fn pages_bytes(&self, pages: impl IntoIterator<Item = PageId>) -> usize {
+        pages.into_iter().map(|page| self.cache.page_bytes(page).unwrap_or(0)).sum()
+    }
+
+    /// The kept pages that this text begins with.
+    fn kept(&self, tokens: &[u32]) -> Chain {
+        let Some(page_len) = self.bounds.page_len else { return Chain::new() };
+        // The last token always runs: its logits choose the next one.
+        self.prefixes.matching(&tokens[..tokens.len() - 1], page_len)
+    }
+
+    /// Bytes of those of these pages that more than `users` requests use.
+    fn used_bytes(&self, chain: &[NodeId], users: usize) -> usize {
+        let used: Vec<_> = chain.iter().copied().filter(|&node| self.prefixes.users(node) > users).collect();
+        self.pages_bytes(self.prefixes.pages(&used))
+    }
+}
+
+impl Outlook for View<'_> {
+    fn free(&self) -> usize {
+        *self.free.get_or_init(|| {
+            let Some(budget) = self.budget else { return usize::MAX / 2 };
+            let alone = |id, pages: usize| self.cache.sequence_bytes(id).unwrap_or(0).saturating_sub(pages);
+            let done: usize = self.done.iter().filter_map(Sequence::id).map(|id| alone(id, 0)).sum();
+            let sessions = self.prefixes.sessions().iter();
+            let sessions =
+                sessions.map(|s| alone(s.id, self.pages_bytes(self.prefixes.pages(&s.chain)))).sum::<usize>();
+            let pages = self.pages_bytes(self.prefixes.unused_pages());
+            let held = self.cache.held_bytes();
+            budget.saturating_sub(held) + (done + sessions + pages).min(held)
+        })
+    }
+
+    fn need(&self, rows: &[(usize, usize)]) -> usize {
+        let batch: Vec<Rows> =
+            rows.iter().filter_map(|&(i, rows)| Some(Rows { seq: self.sequences[i].id()?, rows })).collect();
+        self.cache.bytes_needed(&batch).unwrap_or(0)
+    }
+
+    fn held(&self, request: usize) -> usize {
+        let sequence = &self.sequences[request];
+        let Some(id) = sequence.id() else { return 0 };
+        self.cache.sequence_bytes(id).unwrap_or(0).saturating_sub(self.used_bytes(&sequence.uses, 1))
+    }
+
+    fn rest(&self, request: usize) -> usize {
+        let sequence = &self.sequences[request];
+        let tokens = sequence.tokens.len();
+        let rows = self.bounds.step_tokens;
+        match sequence.place {
+            Place::Cache(id) => {
+                let most = self.cache.bytes_to_reach(tokens, tokens, rows);
+                most.saturating_sub(self.cache.sequence_bytes(id).unwrap_or(0))
+            }
+            Place::Waiting | Place::Out(_) => {
+                let most = self.cache.bytes_to_reach(tokens + HEADROOM, tokens, rows);
+                // Pages that nobody uses count as free; those in use are there for this one too.
+                most.saturating_sub(self.used_bytes(&self.kept(&sequence.tokens), 0))
+            }
+        }
+    }
+
+    fn awaits(&self, request: usize, entering: &[usize]) -> bool {
+        let Some(page_len) = self.bounds.page_len else { return false };
+        let tokens = &self.sequences[request].tokens;
+        let end = (self.kept(tokens).len() + 1) * page_len;
+        if end >= tokens.len() {
+            return false;
+        }
+        let computes = |(i, other): (usize, &Sequence)| {
+            i != request
+                && (entering.contains(&i) || other.id().is_some())
+                && other.stored < end
+                && other.tokens.get(..end) == Some(&tokens[..end])
+        };
+        self.sequences.iter().enumerate().any(computes)
+    }
+}
+
+impl Engine {
+    pub(super) fn view(&self) -> View<'_> {
+        View {
+            cache: &self.cache,
+            sequences: &self.sequences,
+            done: &self.done,
+            prefixes: &self.prefixes,
+            bounds: self.bounds(),
+            budget: self.limits.kv_memory,
+            free: OnceCell::new(),
+        }
+    }
+
+    pub(super) fn bounds(&self) -> Bounds {
+        Bounds {
+            max_running: self.limits.max_running,
+            step_tokens: self.limits.step_tokens,
+            page_len: self.page_len,
+            prompts_first: self.limits.prompts_first,
+        }
+    }
+
+    /// Gives up what nobody uses, finished requests' cache first, until so many bytes are free. Whether they are.
+    ///
+    /// # Errors
+    /// None in practice; those of the cache.
+    pub(super) fn make_room(&mut self, bytes: usize) -> Result<bool, Error> {
+        let Some(budget) = self.limits.kv_memory else { return Ok(true) };
+        while budget.saturating_sub(self.cache.held_bytes()) < bytes {
+            if let Some(done) = self.done.iter_mut().find(|s| s.id().is_some()) {
+                if let Place::Cache(id) = std::mem::replace(&mut done.place, Place::Waiting) {
+                    self.cache.remove_sequence(id)?;
+                }
+                continue;
+            }
+            match self.prefixes.victim() {
+                Some(Victim::Session(session)) => self.cache.remove_sequence(session.id)?,
+                Some(Victim::Page(page)) => self.cache.release_page(page)?,
+                None => return Ok(false),
+            }
+            self.totals.evictions += 1;
+        }
+        Ok(true)
+    }
+}
