@@ -143,6 +143,7 @@ impl From<kvant_engine::Error> for Failure {
             E::Threads { .. } => "give --threads a number from 1 to the cores of this machine",
             E::Read { .. } => "check that the file is there, that it is a file, and that you may read it",
             E::PromptTooLarge { .. } => "shorten the prompt",
+            E::Damaged { .. } => "fetch the file again, or name another model",
             E::NotGguf { .. } | E::DamagedGguf { .. } => {
                 "give --model a complete .gguf file; `kvant pull` fetches one that is known to work"
             }

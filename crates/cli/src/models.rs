@@ -1,4 +1,4 @@
-//! Models by name. In: what `--model` was given; out: a path to a .gguf file. NOT here: fetching (commands/pull.rs),
+//! Models by name. In: what `--model` was given; out: a path to a .gguf file or a model folder. NOT here: fetching (commands/pull.rs),
 //! reading (the engine).
 
 use crate::failure::Failure;
@@ -72,7 +72,7 @@ pub fn names() -> String {
     KNOWN.map(|m| m.name).join(", ")
 }
 
-/// Path of what `--model` was given: a known name, or a path to a file that is there.
+/// Path of what `--model` was given: a known name, or a path to a file or folder that is there.
 ///
 /// # Errors
 /// A [`Failure`] when there is no such model or file, or when the model was never pulled.
@@ -89,6 +89,9 @@ pub fn find(model: &str) -> Result<PathBuf, Failure> {
         };
     }
     let path = Path::new(model);
+    if path.is_dir() {
+        return check_folder(path).map(|()| path.to_path_buf());
+    }
     let is_path = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf")) || path.components().count() > 1;
     if is_there(path)? {
         Ok(path.to_path_buf())
@@ -103,6 +106,15 @@ pub fn find(model: &str) -> Result<PathBuf, Failure> {
             format!("models with a name: {}; or give a path to a .gguf file", names()),
         ))
     }
+}
+
+/// What a folder needs to be taken for a model's.
+fn check_folder(path: &Path) -> Result<(), Failure> {
+    if path.join("config.json").exists() {
+        return Ok(());
+    }
+    let what = format!("{} is a folder without config.json, so it is no model's", path.display());
+    Err(Failure::input(what, "name a .gguf file, or a folder with config.json, safetensors files and tokenizer.json"))
 }
 
 /// Whether there is a file that can be read; anything else in its place is an error, not an absence.
@@ -136,6 +148,6 @@ mod tests {
         assert!(find("no-such.gguf").unwrap_err().what.contains("no model file"));
         assert!(known(DEFAULT).is_some());
         let folder = tempfile::tempdir().unwrap();
-        assert!(find(folder.path().to_str().unwrap()).unwrap_err().what.contains("is not a file"));
+        assert!(find(folder.path().to_str().unwrap()).unwrap_err().what.contains("without config.json"));
     }
 }

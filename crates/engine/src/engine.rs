@@ -4,12 +4,12 @@
 
 use crate::chat::{ChatTemplate, Message};
 use crate::forced::{EveryRow, StoredRows, Tape};
-use crate::gguf::Gguf;
 use crate::model::{Basis, Config, Model, Products, Step};
 use crate::request::{Event, Outcome, Request};
 use crate::scheduler::{self, Plan};
 use crate::schemes::Schemes;
 use crate::sequence::Sequence;
+use crate::source::Source;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Pool};
 use kvant_kv::{Arm, Attention, Cache, CacheBytes, LayerConfig, RowCodec, Rows};
@@ -19,7 +19,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A model file in memory: weights, tokenizer, chat template. Engines share it.
+/// A model in memory: weights, tokenizer, chat template. Engines share it.
 pub struct LoadedModel {
     model: Model,
     tokenizer: Option<Tokenizer>,
@@ -27,7 +27,7 @@ pub struct LoadedModel {
 }
 
 impl LoadedModel {
-    /// Loads a file, with weights laid out for `threads` threads (results do not depend on that number).
+    /// Loads a GGUF file or a folder of safetensors, with weights laid out for `threads` threads (results do not depend on that number).
     /// `progress(done, all)` counts weights converted.
     ///
     /// # Errors
@@ -39,15 +39,11 @@ impl LoadedModel {
         progress: &(dyn Fn(u64, u64) + Sync),
     ) -> Result<Self, Error> {
         let pool = Pool::new(threads)?;
-        let gguf = Gguf::open(path)?;
+        let source = Source::open(path)?;
         // Cheap checks first: a model that cannot be decoded fails before its tokenizer is built.
-        Config::read(&gguf)?;
-        let tokenizer = match gguf.get("tokenizer.ggml.model") {
-            Some(_) => Some(Tokenizer::load(&gguf)?),
-            None => None,
-        };
-        let chat = ChatTemplate::load(&gguf)?;
-        let model = pool.run(|| Model::load(&gguf, threads, products, progress))?;
+        source.config()?;
+        let (tokenizer, chat) = (source.tokenizer()?, source.chat_template()?);
+        let model = pool.run(|| Model::load(&source, threads, products, progress))?;
         Ok(Self { model, tokenizer, chat })
     }
 
@@ -69,17 +65,15 @@ impl LoadedModel {
     /// Its tokenizer.
     ///
     /// # Errors
-    /// [`Error::Metadata`] when the file has none.
+    /// [`Error::Tokenizer`] when the model brings none.
     pub fn tokenizer(&self) -> Result<&Tokenizer, Error> {
-        self.tokenizer
-            .as_ref()
-            .ok_or_else(|| Error::Metadata { key: "tokenizer.ggml.model".into(), why: "it is absent".into() })
+        self.tokenizer.as_ref().ok_or_else(|| Error::Tokenizer { why: "the model brings none".into() })
     }
 
     /// Tokens of a raw prompt.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`], [`Error::Metadata`] when the file has no tokenizer.
+    /// [`Error::Tokenizer`], also when the model brings none.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, Error> {
         self.tokenizer()?.encode(text)
     }
