@@ -241,7 +241,10 @@ impl Folder {
 }
 
 /// What config.json says that the model is.
-fn architecture_of(config: &Map<String, Value>) -> Result<Architecture, Error> {
+///
+/// # Errors
+/// [`Error::Metadata`], and [`Error::Architecture`] for one that is not decoded.
+pub fn architecture_of(config: &Map<String, Value>) -> Result<Architecture, Error> {
     const KEY: &str = "architectures";
     let no = |why: &str| Error::Metadata { key: KEY.into(), why: why.into() };
     let names = config.get(KEY).and_then(Value::as_array).ok_or_else(|| no("it is no list"))?;

@@ -30,7 +30,7 @@ pub use chat::Message;
 pub use divergence::Distribution;
 pub use engine::{DecodeTime, Engine, EngineOptions, Generation, LoadedModel};
 pub use error::Error;
-pub use folder::Folder;
+pub use folder::{Folder, architecture_of};
 pub use forced::{EveryRow, Feed, Forced, OnBlock, OnLogits, StoredRows, Tape};
 pub use kvant_kv::Arm;
 pub use model::{Basis, Products, product_kernels};
