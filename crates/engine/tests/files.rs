@@ -284,7 +284,7 @@ fn tensors_that_do_not_fit_are_named() {
     assert_eq!(e.to_string(), "the model needs tensor `blk.0.attn_q.bias`, which is not supported");
     let layer = |p: &mut Parts| p.replace("blk.1.attn_norm.weight", &[128], vec![0.0; 128]);
     let e = changed(layer).to_string();
-    assert!(e.contains("`llama.block_count`: it is 1, and the file has tensor `blk.1.attn_norm.weight`"), "{e}");
+    assert!(e.contains("`llama.block_count`: it is 1, and there is a tensor `blk.1.attn_norm.weight`"), "{e}");
     let e = changed(|p| drop(p.metadata.insert("llama.rope.freq_base".into(), Value::F32(0.0)))).to_string();
     assert!(e.contains("it is 0, not above 0"), "{e}");
     let e = changed(|p| drop(p.metadata.insert("llama.block_count".into(), Value::U32(1 << 31))));
