@@ -4,6 +4,7 @@
 use super::{Tokenizer, Vocabulary, byte_of_hex};
 use crate::Error;
 use crate::gguf::Gguf;
+use aho_corasick::{AhoCorasick, MatchKind};
 use candle_core::quantized::gguf_file::Value;
 use shimmytok::byte_encoder::unicode_to_bytes;
 use shimmytok::{EncodeOptions, TokenType};
@@ -67,11 +68,44 @@ const SWITCHES: &[&str] = &[
 struct GgufVocabulary {
     inner: shimmytok::Tokenizer,
     byte_pairs: bool,
+    /// Tokens that a text has whole wherever it spells them (runs of spaces, tags), which the library does not look for.
+    whole: AhoCorasick,
+    whole_ids: Vec<u32>,
+}
+
+impl GgufVocabulary {
+    fn new(inner: shimmytok::Tokenizer, byte_pairs: bool) -> Result<Self, Error> {
+        let ids = (0..inner.vocab_size() as u32).filter(|&id| inner.token_type(id) == TokenType::UserDefined);
+        let (whole_ids, texts): (Vec<_>, Vec<_>) =
+            ids.filter_map(|id| Some((id, inner.token_to_piece(id).ok().filter(|text| !text.is_empty())?))).unzip();
+        let whole = AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(&texts);
+        let no = |e| Error::Tokenizer { why: format!("its tokens cannot be searched for: {e}") };
+        Ok(Self { inner, byte_pairs, whole: whole.map_err(no)?, whole_ids })
+    }
+
+    /// Adds the tokens of a stretch of text between whole tokens.
+    fn between(&self, text: &str, out: &mut Vec<u32>) -> Result<(), Error> {
+        if !text.is_empty() {
+            let options = EncodeOptions::with_parse_special(false, false);
+            out.extend(self.inner.encode_with_options(text, &options).map_err(refused)?);
+        }
+        Ok(())
+    }
 }
 
 impl Vocabulary for GgufVocabulary {
     fn split(&self, text: &str) -> Result<Vec<u32>, Error> {
-        self.inner.encode_with_options(text, &EncodeOptions::with_parse_special(false, false)).map_err(refused)
+        // Pieces spell a space so, and a text that has the sign itself reads as one with a space.
+        let spaced = (!self.byte_pairs).then(|| text.replace('\u{2581}', " "));
+        let text = spaced.as_deref().unwrap_or(text);
+        let (mut out, mut from) = (Vec::new(), 0);
+        for found in self.whole.find_iter(text) {
+            self.between(&text[from..found.start()], &mut out)?;
+            out.push(self.whole_ids[found.pattern().as_usize()]);
+            from = found.end();
+        }
+        self.between(&text[from..], &mut out)?;
+        Ok(out)
     }
 
     fn id(&self, piece: &str) -> Option<u32> {
@@ -158,7 +192,7 @@ impl Tokenizer {
             special.extend(id(name)?);
         }
         special.extend((0..vocabulary as u32).filter(|&id| inner.token_type(id) == TokenType::Control));
-        Self::new(Box::new(GgufVocabulary { inner, byte_pairs }), start.into_iter().collect(), ends, special)
+        Self::new(Box::new(GgufVocabulary::new(inner, byte_pairs)?), start.into_iter().collect(), ends, special)
     }
 }
 

@@ -48,10 +48,11 @@ pub(super) fn fetch(name: &HubName, folder: &Path, path: &Path) -> Result<()> {
     let endpoint = std::env::var("HF_ENDPOINT").ok().filter(|e| !e.is_empty());
     let endpoint = endpoint.unwrap_or_else(|| "https://huggingface.co".into()).trim_end_matches('/').to_owned();
     let token = std::env::var("HF_TOKEN").ok().map(|t| t.trim().to_owned()).filter(|t| !t.is_empty());
-    let api = ApiBuilder::new()
+    // The library looks for the token of a login below the home folder, and panics where there is none.
+    let home = std::env::var_os("HF_HOME").is_some() || std::env::home_dir().is_some();
+    let api = ApiBuilder::from_cache(Cache::new(temp.path().join("cache")))
         .with_endpoint(endpoint.clone())
-        .with_token(token.or_else(|| Cache::from_env().token()))
-        .with_cache_dir(temp.path().join("cache"))
+        .with_token(token.or_else(|| home.then(Cache::from_env)?.token()))
         .with_progress(false)
         .build()
         .map_err(|e| failure(name, &endpoint, "it", e))?;
