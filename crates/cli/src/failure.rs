@@ -13,7 +13,7 @@ pub const BAD_INPUT: u8 = 2;
 pub const PROOF_FAILED: u8 = 1;
 
 /// Commands and flags of the contract that are not there yet; named so that nobody takes them for a typing error.
-const NOT_BUILT: [&str; 2] = ["serve", "--random-weights"];
+const NOT_BUILT: [&str; 1] = ["--random-weights"];
 
 /// A failure with its hint and exit code.
 #[derive(Debug)]
@@ -152,6 +152,7 @@ impl From<kvant_engine::Error> for Failure {
                 "a scheme file is TOML: default = \"k4v4g64w128s4p512\", then [layers] with entries such as \"0-3\" = \"k8v8g64\""
             }
             E::Loud { .. } => "`kvant tune` measures which channels are loud and writes a scheme file for --kv",
+            E::Limit { .. } => "`kvant serve --help` shows what each limit takes",
             E::NanLogit { .. } => "the model's weights are damaged or of a kind that this engine misreads",
             // What is left is about the model file: its architecture, metadata, tensors, tokenizer.
             _ => "give --model another .gguf file; `kvant pull` fetches one that is known to work",

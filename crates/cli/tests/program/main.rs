@@ -10,5 +10,6 @@ mod help;
 mod pulling;
 mod roofline;
 mod run;
+mod serving;
 mod streams;
 mod tuning;
