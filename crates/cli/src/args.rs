@@ -2,8 +2,10 @@
 //! text here and are resolved by the command, which knows the better hint.
 
 mod accuracy;
+mod serve;
 
 pub use accuracy::{Activations, EvalArgs, ScoreName, TuneArgs};
+pub use serve::{LogFormat, ServeArgs};
 
 use crate::commands::roofline;
 use crate::models;
@@ -28,6 +30,7 @@ pub const DEFAULT_SCHEME: &str = kvant_engine::presets::DEFAULT;
   kvant pull                                    fetch SmolLM2-135M-Instruct into models/
   kvant generate --chat --prompt 'What is a key-value cache?'
   kvant generate --prompts prompts.txt --kv k2v2g32w128s4p512 --json
+  kvant serve --kv-memory 2GiB                  an OpenAI API on http://127.0.0.1:8080
   kvant bench attend --shape b=1,q=32,kv=8,d=128,s=16384 --kv k4v4g64,k2v2g32
   kvant eval --text book.txt --kv k4v4g64w128s4p512   what a cache costs in accuracy
   kvant roofline --html roofline.html           what bounds each kernel on this machine
@@ -45,6 +48,8 @@ pub enum Command {
     Pull(PullArgs),
     /// Decode one prompt, or several together in one batch
     Generate(GenerateArgs),
+    /// Answer the OpenAI API: many requests together, over one cache
+    Serve(ServeArgs),
     /// Measure attention, decoding as a whole, or what an experiment asks
     Bench(BenchArgs),
     /// Measure this machine's ceilings and say of each kernel what bounds it

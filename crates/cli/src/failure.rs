@@ -13,7 +13,7 @@ pub const BAD_INPUT: u8 = 2;
 pub const PROOF_FAILED: u8 = 1;
 
 /// Commands and flags of the contract that are not there yet; named so that nobody takes them for a typing error.
-const NOT_BUILT: [&str; 2] = ["serve", "--random-weights"];
+const NOT_BUILT: [&str; 1] = ["--random-weights"];
 
 /// A failure with its hint and exit code.
 #[derive(Debug)]
@@ -158,7 +158,7 @@ impl From<kvant_engine::Error> for Failure {
                 "a file of --save-cache goes with the model and the --kv it was made with; make it again"
             }
             E::NeverFits { .. } => "give the cache more memory, or ask for fewer tokens",
-            E::Limit { .. } => "see `kvant serve --help` for what each limit takes",
+            E::Limit { .. } => "`kvant serve --help` shows what each limit takes",
             E::Swap { .. } => "the folder of preempted requests must be writable and have room",
             E::NanLogit { .. } => "the model's weights are damaged or of a kind that this engine misreads",
             // What is left is about the model file: its architecture, metadata, tensors, tokenizer.

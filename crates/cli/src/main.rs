@@ -43,6 +43,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Info(args) => commands::info::run(&args),
         Command::Bench(args) => commands::bench::run(&args),
         Command::Generate(args) => commands::generate::run(&args),
+        Command::Serve(args) => commands::serve::run(&args),
         Command::Demo(args) => commands::demo::run(&args),
     }
 }

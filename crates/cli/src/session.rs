@@ -142,7 +142,7 @@ pub fn schemes_and_arm(kv: Option<&str>, arm: Option<ArmName>, layers: usize) ->
     Ok((schemes, arm))
 }
 
-/// An engine over a model.
+/// An engine over a model, without limits.
 ///
 /// # Errors
 /// [`Failure`] for what the engine refuses.
@@ -153,8 +153,22 @@ pub fn engine(
     arm: Arm,
     schemes: Schemes,
 ) -> Result<Engine> {
-    let options =
-        EngineOptions { threads, kernel: kernel.map(str::to_string), arm, schemes, limits: Limits::default() };
+    limited_engine(model, threads, kernel, arm, schemes, Limits::default())
+}
+
+/// An engine that takes on no more than `limits` say.
+///
+/// # Errors
+/// As [`engine`].
+pub fn limited_engine(
+    model: &Arc<LoadedModel>,
+    threads: usize,
+    kernel: Option<&str>,
+    arm: Arm,
+    schemes: Schemes,
+    limits: Limits,
+) -> Result<Engine> {
+    let options = EngineOptions { threads, kernel: kernel.map(str::to_string), arm, schemes, limits };
     Ok(Engine::new(model.clone(), options).map_err(Failure::from)?)
 }
 

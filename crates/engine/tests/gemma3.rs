@@ -2,7 +2,9 @@
 //! it): `models/` of the workspace or the file that `KVANT_GEMMA3` names. Skipped, and said so, where it is not: 238 MB and terms
 //! of their own are not for every run.
 
-use kvant_engine::{Arm, Engine, EngineOptions, Error, Feed, Forced, LoadedModel, Products, Request, load_schemes};
+use kvant_engine::{
+    Arm, Engine, EngineOptions, Error, Feed, Forced, Limits, LoadedModel, Products, Request, load_schemes,
+};
 use serde_json::Value;
 use std::ops::ControlFlow::Continue;
 use std::path::{Path, PathBuf};
@@ -31,7 +33,8 @@ fn ids(list: &Value) -> Vec<u32> {
 
 fn engine(loaded: &Arc<LoadedModel>, scheme: &str, arm: Arm) -> Engine {
     let schemes = load_schemes(scheme, loaded.config().layers).unwrap();
-    Engine::new(loaded.clone(), EngineOptions { threads: 2, kernel: None, arm, schemes }).unwrap()
+    Engine::new(loaded.clone(), EngineOptions { threads: 2, kernel: None, arm, schemes, limits: Limits::default() })
+        .unwrap()
 }
 
 /// Log-probability of each next token, and the likeliest token, from position `from` on.

@@ -139,6 +139,24 @@ const RULES: &[Rule] = &[
         why: "the model meets the cache in one place: append, attend, commit",
     },
     Rule {
+        under: "crates/server/src/",
+        but: &[],
+        forbidden: &["clap", "print!", "println!", "candle", "std::process", "kvant_kv", "kvant_roofline"],
+        why: "the server has no flags, ends no process and knows the engine alone",
+    },
+    Rule {
+        under: "crates/server/src/",
+        but: &["crates/server/src/worker.rs", "crates/server/src/serve.rs", "crates/server/src/status.rs"],
+        forbidden: &["Engine,", "Engine}", "Engine::", ": Engine"],
+        why: "the worker alone has the engine",
+    },
+    Rule {
+        under: "crates/server/src/worker.rs",
+        but: &[],
+        forbidden: &["axum", "serde_json", "hyper"],
+        why: "the worker knows no HTTP and no JSON",
+    },
+    Rule {
         under: "crates/cli/src/",
         but: &[],
         forbidden: &["print!", "println!"],
@@ -157,7 +175,8 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("kv", &[]),
     ("roofline", &["kvant-kv"]),
     ("engine", &["kvant-kv"]),
-    ("cli", &["kvant-kv", "kvant-roofline", "kvant-engine"]),
+    ("server", &["kvant-engine"]),
+    ("cli", &["kvant-kv", "kvant-roofline", "kvant-engine", "kvant-server"]),
 ];
 
 const LONGEST: usize = 600;

@@ -10,6 +10,7 @@ pub mod generate;
 pub mod info;
 pub mod pull;
 pub mod roofline;
+pub mod serve;
 pub mod tune;
 
 use crate::args::{ArmName, Machine, cores};

@@ -122,8 +122,8 @@ fn scheme_files_are_refused_by_name_and_line_before_the_model_is_loaded() {
 #[test]
 fn what_is_not_built_yet_says_so() {
     for args in [
-        &["serve"][..],
-        &["generate", "--prompt", "a", "--device", "cuda"],
+        &["generate", "--prompt", "a", "--device", "cuda"][..],
+        &["serve", "--device", "cuda"],
         &["generate", "--prompt", "a", "--random-weights", "x.json"],
         &["info", "--device", "cuda"],
     ] {

@@ -18,6 +18,7 @@ macro_rules! help {
 help!(program,);
 help!(pull, "pull");
 help!(generate, "generate");
+help!(serve, "serve");
 help!(bench, "bench");
 help!(bench_attend, "bench", "attend");
 help!(bench_decode, "bench", "decode");

@@ -11,5 +11,6 @@ mod hub;
 mod pulling;
 mod roofline;
 mod run;
+mod serving;
 mod streams;
 mod tuning;

@@ -1,0 +1,191 @@
+//! `kvant serve`: answers the OpenAI API until SIGTERM or SIGINT. In: flags, the environment's key; out: HTTP, a log on
+//! stderr, exit code 0 when it was asked to stop. NOT here: routes and connections (kvant-server), decoding (the engine).
+
+use super::check_kernel;
+use crate::args::{LogFormat, ServeArgs};
+use crate::failure::Failure;
+use crate::{models, output, rss, session};
+use anyhow::Result;
+use kvant_engine::Limits;
+use kvant_server::{Options, Server};
+use std::net::{TcpListener, ToSocketAddrs};
+use std::path::Path;
+use std::time::Duration;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+/// Where the key is read from when no flag gives it.
+const KEY: &str = "KVANT_API_KEY";
+
+/// Threads that read and write sockets: the rest of the processor is the engine's.
+const SOCKET_THREADS: usize = 2;
+/// Threads that split prompts into tokens.
+const TOKENIZER_THREADS: usize = 2;
+
+/// Exit code of a server that was told twice to stop.
+const TOLD_TWICE: i32 = 1;
+
+/// Runs the command.
+pub fn run(args: &ServeArgs) -> Result<()> {
+    // Cheap checks come before the model is loaded.
+    let threads = args.machine.threads()?;
+    check_kernel(args.kernel.as_deref())?;
+    if let Some(kv) = args.kv.as_deref().filter(|kv| !kvant_engine::schemes::is_file(kv)) {
+        kvant_engine::schemes::parse_layer(kv).map_err(Failure::from)?;
+    }
+    let api_key = api_key(args.api_key.clone(), std::env::var_os(KEY))?;
+    if let Some(folder) = &args.swap_dir {
+        check_folder(folder)?;
+    }
+    let kv_memory = kv_memory(args.kv_memory)?;
+    let located = session::locate(&args.model)?;
+    let (schemes, arm) = session::schemes_and_arm(args.kv.as_deref(), args.arm, located.config.layers)?;
+    session::check_loud(&schemes, &located.config)?;
+    let listener = listen(&args.host, args.port)?;
+    let address = listener.local_addr()?;
+    start_log(args.log_format);
+
+    let model = session::load(&located, threads)?;
+    let limits = Limits {
+        kv_memory: Some(kv_memory),
+        max_running: args.max_requests,
+        step_tokens: args.step_tokens,
+        share_prefixes: !args.no_prefix_sharing,
+        swap: args.swap_dir.clone(),
+        // A long prompt is to hold nobody up.
+        prompts_first: false,
+    };
+    let engine = session::limited_engine(&model, threads, args.kernel.as_deref(), arm, schemes, limits)?;
+    let options = Options {
+        scheme: engine.schemes().map_err(Failure::from)?.to_string(),
+        max_running: args.max_requests,
+        max_waiting: args.max_waiting,
+        drain: Duration::from_secs(args.drain_seconds),
+        max_body_bytes: args.max_body,
+        log_prompts: args.log_prompts,
+        api_key,
+        ..Options::new(model_name(&args.model, located.path()))
+    };
+    if options.api_key.is_none() && !address.ip().is_loopback() {
+        output::note(format_args!(
+            "warning: everyone who reaches {address} may use this server: no API key is set (--api-key or {KEY})"
+        ));
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(SOCKET_THREADS)
+        .max_blocking_threads(TOKENIZER_THREADS)
+        .enable_all()
+        .build()?;
+    let ended = runtime.block_on(async {
+        let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+        listener.set_nonblocking(true)?;
+        let listener = tokio::net::TcpListener::from_std(listener)?;
+        let (name, scheme) = (options.model.clone(), options.scheme.clone());
+        let server = Server::new(engine, model, options)?;
+        output::note(format_args!("{name} with cache {scheme}; listening on http://{address}"));
+        let stop = async move {
+            told(&mut terminate, &mut interrupt).await;
+            tokio::spawn(async move {
+                told(&mut terminate, &mut interrupt).await;
+                output::note("told twice to stop: running requests are not waited for");
+                std::process::exit(TOLD_TWICE);
+            });
+        };
+        server.run(listener, stop).await?;
+        anyhow::Ok(())
+    });
+    // A prompt that is being split into tokens for nobody is not waited for.
+    runtime.shutdown_background();
+    ended
+}
+
+async fn told(terminate: &mut Signal, interrupt: &mut Signal) {
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+}
+
+/// The key of the flag, else of the environment.
+fn api_key(flag: Option<String>, environment: Option<std::ffi::OsString>) -> Result<Option<String>, Failure> {
+    let key = match (flag, environment) {
+        (Some(key), _) => key,
+        (None, None) => return Ok(None),
+        (None, Some(key)) => key.into_string().map_err(|_| {
+            Failure::input(format!("{KEY} is not UTF-8 text"), "a key is what clients send in a header")
+        })?,
+    };
+    // Whoever set an empty key believes that there is one.
+    if key.is_empty() || !key.chars().all(|c| c.is_ascii_graphic()) {
+        return Err(Failure::input(
+            format!("the API key (--api-key or {KEY}) must be one or more visible ASCII characters"),
+            format!("leave --api-key out and unset {KEY} to serve without a key"),
+        ));
+    }
+    Ok(Some(key))
+}
+
+/// Half of what is available now where no flag says: the rest is for weights, prompts and other programs.
+fn kv_memory(flag: Option<usize>) -> Result<usize, Failure> {
+    let half = || rss::machine_memory_bytes().and_then(|(available, _)| usize::try_from(available / 2).ok());
+    flag.or_else(half).ok_or_else(|| {
+        Failure::input(
+            "this system does not say how much memory is available",
+            "give --kv-memory, as in --kv-memory 2GiB",
+        )
+    })
+}
+
+/// Whether files can be made in a folder.
+fn check_folder(folder: &Path) -> Result<(), Failure> {
+    tempfile::Builder::new().prefix(".kvant-").tempfile_in(folder).map(drop).map_err(|e| {
+        let what = format!("cannot write to the swap folder {}: {}", folder.display(), e.kind());
+        Failure::input(what, "--swap-dir takes a folder that exists and that you may write to")
+    })
+}
+
+fn listen(host: &str, port: u16) -> Result<TcpListener, Failure> {
+    let hint =
+        "--host takes an address of this machine (127.0.0.1, 0.0.0.0, ::1), --port one that nobody listens on (0: any)";
+    let refused = |e: std::io::Error| Failure::input(format!("cannot listen on {host} port {port}: {e}"), hint);
+    let addresses: Vec<_> = (host, port).to_socket_addrs().map_err(refused)?.collect();
+    TcpListener::bind(&addresses[..]).map_err(refused)
+}
+
+/// What `/v1/models` calls the model: the name that `--model` was given, or the file's without its ending.
+fn model_name(flag: &str, path: &Path) -> String {
+    match models::known(flag) {
+        Some(known) => known.name.to_string(),
+        None => path.file_stem().map_or_else(|| flag.to_string(), |s| s.to_string_lossy().into_owned()),
+    }
+}
+
+/// Lines on stderr, lost when it takes nothing.
+fn start_log(format: LogFormat) {
+    let log = tracing_subscriber::fmt().with_writer(std::io::stderr).with_ansi(false).log_internal_errors(false);
+    match format {
+        LogFormat::Text => log.with_target(false).init(),
+        LogFormat::Json => log.with_target(false).json().flatten_event(true).init(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_is_the_flags_or_the_environments_and_never_empty() {
+        let of = |flag: Option<&str>, env: Option<&str>| api_key(flag.map(String::from), env.map(Into::into));
+        assert_eq!(of(None, None).unwrap(), None);
+        assert_eq!(of(None, Some("e")).unwrap().unwrap(), "e");
+        assert_eq!(of(Some("f"), Some("e")).unwrap().unwrap(), "f");
+        for bad in ["", "two words", "ключ"] {
+            assert!(of(Some(bad), None).is_err() && of(None, Some(bad)).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn models_are_called_by_name_or_file() {
+        assert_eq!(model_name(models::DEFAULT, Path::new("x/y.gguf")), models::DEFAULT);
+        assert_eq!(model_name("x/My.Model.Q4.gguf", Path::new("x/My.Model.Q4.gguf")), "My.Model.Q4");
+    }
+}

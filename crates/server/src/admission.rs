@@ -1,0 +1,119 @@
+//! Who may come in. In: how many places there are; out: places, given back when they are dropped, or how long to stay
+//! away. NOT here: what a request costs in memory (the engine's own limits).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+/// Longest time a client is told to stay away.
+const LONGEST_RETRY_S: u64 = 60;
+
+/// The places of a server: one per request that is running or waiting, so that neither memory nor queues grow without bound.
+#[derive(Debug)]
+pub struct Admission {
+    places: Arc<Semaphore>,
+    of: usize,
+    running: usize,
+    /// Bodies that are being read and parsed: bounds the memory of requests that have no place yet.
+    bodies: Arc<Semaphore>,
+    /// Mean duration of finished requests in microseconds, newer ones counting more.
+    mean_us: AtomicU64,
+    finished: AtomicUsize,
+}
+
+/// Places that a request holds.
+#[derive(Debug)]
+pub struct Places(#[allow(dead_code)] OwnedSemaphorePermit);
+
+/// There is no place; the client may try again after this time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Full {
+    /// Whole seconds, 1 or more.
+    pub retry_after_s: u64,
+}
+
+impl Admission {
+    /// `running` requests at once and `waiting` behind them.
+    pub fn new(running: usize, waiting: usize) -> Self {
+        let of = running.saturating_add(waiting).min(Semaphore::MAX_PERMITS / 2);
+        Self {
+            places: Arc::new(Semaphore::new(of)),
+            of,
+            running: running.clamp(1, of.max(1)),
+            bodies: Arc::new(Semaphore::new(of + BODIES_BESIDE)),
+            mean_us: AtomicU64::new(0),
+            finished: AtomicUsize::new(0),
+        }
+    }
+
+    /// Places there are.
+    pub fn places(&self) -> usize {
+        self.of
+    }
+
+    /// Leave to read a body.
+    ///
+    /// # Errors
+    /// [`Full`].
+    pub fn body(&self) -> Result<Places, Full> {
+        self.bodies.clone().try_acquire_owned().map(Places).map_err(|_| self.full())
+    }
+
+    /// Places for `n` requests that belong together: all or none.
+    ///
+    /// # Errors
+    /// [`Full`].
+    pub fn enter(&self, n: usize) -> Result<Places, Full> {
+        let n = u32::try_from(n).map_err(|_| self.full())?;
+        self.places.clone().try_acquire_many_owned(n).map(Places).map_err(|_| self.full())
+    }
+
+    /// Notes how long a request took, for the time others are told to stay away.
+    pub fn ended(&self, took: Duration) {
+        let us = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
+        // Two writers at once lose one of their samples: it is a guess for the client and no more.
+        let old = self.mean_us.load(Ordering::Relaxed);
+        let first = self.finished.fetch_add(1, Ordering::Relaxed) == 0;
+        let mean = if first { us } else { old - old / 8 + us / 8 };
+        self.mean_us.store(mean, Ordering::Relaxed);
+    }
+
+    /// A place comes free about once per mean duration and running request.
+    fn full(&self) -> Full {
+        let us = self.mean_us.load(Ordering::Relaxed) / self.running as u64;
+        Full { retry_after_s: us.div_ceil(1_000_000).clamp(1, LONGEST_RETRY_S) }
+    }
+}
+
+/// Bodies read at once beyond the number of places, so that a burst of small requests is refused for places and not for these.
+const BODIES_BESIDE: usize = 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_are_given_back_and_groups_enter_whole() {
+        let a = Admission::new(2, 1);
+        let two = a.enter(2).unwrap();
+        assert_eq!(a.enter(2).unwrap_err(), Full { retry_after_s: 1 });
+        let one = a.enter(1).unwrap();
+        assert!(a.enter(1).is_err());
+        drop(two);
+        drop(one);
+        assert!(a.enter(3).is_ok());
+        assert!(a.enter(4).is_err() && a.enter(usize::MAX).is_err());
+    }
+
+    #[test]
+    fn the_time_to_stay_away_follows_what_requests_take_and_has_bounds() {
+        let a = Admission::new(2, 0);
+        a.ended(Duration::from_secs(9));
+        assert_eq!(a.full().retry_after_s, 5);
+        (0..100).for_each(|_| a.ended(Duration::from_secs(100_000)));
+        assert_eq!(a.full().retry_after_s, LONGEST_RETRY_S);
+        (0..200).for_each(|_| a.ended(Duration::ZERO));
+        assert_eq!(a.full().retry_after_s, 1);
+    }
+}
