@@ -146,15 +146,16 @@ async def tokens(server, n, seed):
 
 async def held(args):
     """Requests of 1,000 tokens that hold cache at once."""
-    memory, length = ("48MiB", 400) if args.small else ("256MiB", 1000)
+    memory, length = ("16MiB", 128) if args.small else ("256MiB", 1000)
     rows = []
     for scheme in SCHEMES:
         flags = ["--kv", scheme, "--kv-memory", memory, "--max-requests", "1024", "--step-tokens", str(length), "--no-prefix-sharing"]
         async with Server(args, *flags) as server:
-            body = {"max_tokens": 4000, "ignore_eos": True}
+            # Long enough that nobody ends while others come in: a prompt takes one step.
+            body = {"max_tokens": length // 4, "ignore_eos": True}
             asked = [asyncio.create_task(server.ask({**body, "prompt": await tokens(server, length, seed)})) for seed in range(96)]
             most, since, peak = 0, time.perf_counter(), 0
-            while time.perf_counter() - since < (5 if args.small else 20):
+            while time.perf_counter() - since < 20 and not all(task.done() for task in asked):
                 status = await server.status()
                 n = sum(r["state"] == "running" and r["tokens"] >= length for r in status["requests"])
                 peak = max(peak, status["held_bytes"])
