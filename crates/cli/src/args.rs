@@ -118,11 +118,15 @@ fn parse_top_k(text: &str) -> Result<usize, String> {
 #[command(after_help = "Examples:
   kvant pull
   KVANT_MODELS=/srv/models kvant pull smollm2-135m
+  kvant pull hf:Qwen/Qwen3-0.6B
+
+From the hub (HF_ENDPOINT names another one, HF_TOKEN opens gated models) come config.json, safetensors, tokenizer and chat \
+template into OWNER--NAME; --model takes hf:OWNER/NAME or OWNER/NAME then. A folder that is there is not fetched anew.
 
 A pull that was killed leaves a folder .pull-* beside the models; the next pull removes it.
 --device and --threads are taken, as by every command, and change nothing here.")]
 pub struct PullArgs {
-    /// Name of the model
+    /// Name of the model, or hf:OWNER/NAME[@REVISION][/FILE.gguf] of the Hugging Face hub
     #[arg(value_name = "MODEL", default_value = models::DEFAULT)]
     pub model: String,
     /// Where to run.
@@ -138,7 +142,7 @@ pub struct PullArgs {
   cat report.txt | kvant generate --prompt - --kv k2v2g32w128s4p512
   kvant generate --prompts prompts.txt --json > out.json")]
 pub struct GenerateArgs {
-    /// Model: a name (see `kvant pull`) or a path to a .gguf file
+    /// Model: a name (see `kvant pull`) or a path to a .gguf file or a model folder
     #[arg(long, value_name = "MODEL", default_value = models::DEFAULT)]
     pub model: String,
     /// How the cache stores tokens: a scheme, a preset (safe, balanced, small) or a scheme file [default: balanced; f16 or bf16 with that --arm]
@@ -165,6 +169,12 @@ pub struct GenerateArgs {
     /// Most tokens to generate per prompt
     #[arg(long, allow_negative_numbers = true, value_name = "N", default_value_t = 128, value_parser = parse_count)]
     pub max_tokens: usize,
+    /// Compute the prompt, keep its cache in this file for --restore-cache, then generate
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompts", "restore_cache"])]
+    pub save_cache: Option<PathBuf>,
+    /// Go on from a file of --save-cache (same model and --kv): what the prompt shares with it is not computed again
+    #[arg(long, value_name = "FILE", conflicts_with = "prompts")]
+    pub restore_cache: Option<PathBuf>,
     /// How tokens are chosen.
     #[command(flatten)]
     pub sampling: SamplingArgs,
@@ -356,7 +366,7 @@ pub struct AttendArgs {
 
 First the arms are proved to agree (teacher-forced divergence and greedy tokens), then they are timed in turns.")]
 pub struct DecodeArgs {
-    /// Model: a name or a path to a .gguf file
+    /// Model: a name or a path to a .gguf file or a model folder
     #[arg(long, value_name = "MODEL", default_value = models::DEFAULT)]
     pub model: String,
     /// Requests decoded together, comma-separated
@@ -465,7 +475,7 @@ pub struct InfoArgs {
     /// Tokens of each request [default: 4096, or the model's context where that is smaller]
     #[arg(long, allow_negative_numbers = true, value_name = "TOKENS", value_parser = parse_count)]
     pub len: Option<usize>,
-    /// Model whose layers count: a name or a path to a .gguf file [default: smollm2-135m]
+    /// Model whose layers count: a name or a path to a .gguf file or a model folder [default: smollm2-135m]
     #[arg(long, value_name = "MODEL", conflicts_with = "shape")]
     pub model: Option<String>,
     /// Layers, query heads, kv heads and head_dim in place of a model
@@ -492,7 +502,7 @@ pub struct InfoArgs {
   kvant demo
   kvant demo --max-tokens 32 --threads 1")]
 pub struct DemoArgs {
-    /// Model: a name (fetched if it is not there) or a path to a .gguf file
+    /// Model: a name (fetched if it is not there) or a path to a .gguf file or a model folder
     #[arg(long, value_name = "MODEL", default_value = models::DEFAULT)]
     pub model: String,
     /// Tokens to generate per prompt

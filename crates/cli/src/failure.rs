@@ -117,6 +117,7 @@ impl From<kvant_kv::Error> for Failure {
                 "the model's weights or the prompt give keys or values that f16 cannot hold; `--kv bf16` reaches further"
             }
             E::NotFinite { .. } => "the model's weights or the prompt give keys or values that no cache can hold",
+            E::OutOfBlocks { .. } => "give the cache more memory, or ask for fewer tokens",
             E::OutOfMemory { .. } => "`kvant info --memory SIZE --len TOKENS` says what fits",
             E::Threads { .. } => "give --threads a number from 1 to the cores of this machine",
             _ => "`kvant info` shows what this build supports",
@@ -143,6 +144,7 @@ impl From<kvant_engine::Error> for Failure {
             E::Threads { .. } => "give --threads a number from 1 to the cores of this machine",
             E::Read { .. } => "check that the file is there, that it is a file, and that you may read it",
             E::PromptTooLarge { .. } => "shorten the prompt",
+            E::Damaged { .. } => "fetch the file again, or name another model",
             E::NotGguf { .. } | E::DamagedGguf { .. } => {
                 "give --model a complete .gguf file; `kvant pull` fetches one that is known to work"
             }
@@ -152,7 +154,12 @@ impl From<kvant_engine::Error> for Failure {
                 "a scheme file is TOML: default = \"k4v4g64w128s4p512\", then [layers] with entries such as \"0-3\" = \"k8v8g64\""
             }
             E::Loud { .. } => "`kvant tune` measures which channels are loud and writes a scheme file for --kv",
+            E::PromptCache { .. } => {
+                "a file of --save-cache goes with the model and the --kv it was made with; make it again"
+            }
+            E::NeverFits { .. } => "give the cache more memory, or ask for fewer tokens",
             E::Limit { .. } => "`kvant serve --help` shows what each limit takes",
+            E::Swap { .. } => "the folder of preempted requests must be writable and have room",
             E::NanLogit { .. } => "the model's weights are damaged or of a kind that this engine misreads",
             // What is left is about the model file: its architecture, metadata, tensors, tokenizer.
             _ => "give --model another .gguf file; `kvant pull` fetches one that is known to work",

@@ -5,14 +5,15 @@ use crate::args::ArmName;
 use crate::failure::{Failure, SCHEME_HINT};
 use crate::{models, output, progress};
 use anyhow::Result;
-use kvant_engine::gguf::Gguf;
 use kvant_engine::model::Config;
 use kvant_engine::tokenizer::Tokenizer;
-use kvant_engine::{Arm, Engine, EngineOptions, Event, Limits, LoadedModel, Message, Products, Schemes, load_schemes};
+use kvant_engine::{
+    Arm, Engine, EngineOptions, Event, Limits, LoadedModel, Message, Products, Schemes, Source, load_schemes,
+};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// A model file whose header has been read: what flags ask for is checked against it before anything slow begins.
+/// A model whose header has been read: what flags ask for is checked against it before anything slow begins.
 pub struct Located {
     path: PathBuf,
     /// The numbers of the model.
@@ -25,8 +26,7 @@ pub struct Located {
 /// [`Failure`] for a model that is not there or cannot be used.
 pub fn locate(model: &str) -> Result<Located> {
     let path = models::find(model)?;
-    let gguf = Gguf::open(&path).map_err(Failure::from)?;
-    let config = Config::read(&gguf).map_err(Failure::from)?;
+    let config = Source::open(&path).and_then(|source| source.config()).map_err(Failure::from)?;
     Ok(Located { path, config })
 }
 
@@ -39,10 +39,11 @@ impl Located {
     /// The model's tokenizer, without its weights.
     ///
     /// # Errors
-    /// [`Failure`] for a file that has none that can be used.
+    /// [`Failure`] for a model that has none that can be used.
     pub fn tokenizer(&self) -> Result<Tokenizer> {
-        let gguf = Gguf::open(&self.path).map_err(Failure::from)?;
-        Ok(Tokenizer::load(&gguf).map_err(Failure::from)?)
+        let tokenizer = Source::open(&self.path).and_then(|source| source.tokenizer()).map_err(Failure::from)?;
+        let none = || Failure::input("the model brings no tokenizer", "add its tokenizer.json to the model's folder");
+        Ok(tokenizer.ok_or_else(none)?)
     }
 }
 

@@ -3,6 +3,7 @@
 //! NOT here: tokens (tokenizer.rs), how messages are kept apart from the template's own tokens (specials.rs).
 
 use crate::Error;
+use crate::folder::Folder;
 use crate::gguf::Gguf;
 use crate::specials::{Rendered, Specials};
 use minijinja::syntax::SyntaxConfig;
@@ -34,11 +35,11 @@ pub struct ChatTemplate {
 const NAME: &str = "chat";
 
 impl ChatTemplate {
-    /// The template of the file, if it has one.
+    /// The template of a GGUF file, if it has one.
     ///
     /// # Errors
     /// [`Error::ChatTemplate`] for a template that does not parse.
-    pub fn load(gguf: &Gguf) -> Result<Option<Self>, Error> {
+    pub fn of_gguf(gguf: &Gguf) -> Result<Option<Self>, Error> {
         let Some(source) = gguf.text("tokenizer.chat_template")? else { return Ok(None) };
         let spelled = |key: &str| -> Result<String, Error> {
             use candle_core::quantized::gguf_file::Value;
@@ -52,6 +53,34 @@ impl ChatTemplate {
             }
         };
         Self::new(source, spelled("tokenizer.ggml.bos_token_id")?, spelled("tokenizer.ggml.eos_token_id")?).map(Some)
+    }
+
+    /// The template of a folder, if it has one: chat_template.jinja, or an entry of tokenizer_config.json.
+    ///
+    /// # Errors
+    /// [`Error::ChatTemplate`] for a template that does not parse; those of reading.
+    pub fn of_folder(folder: &Folder) -> Result<Option<Self>, Error> {
+        use serde_json::Value;
+        let why = |why: &str| Error::ChatTemplate { why: why.into() };
+        let config = folder.json("tokenizer_config.json")?.unwrap_or_default();
+        let source = match (folder.bytes("chat_template.jinja")?, config.get("chat_template")) {
+            (Some(bytes), _) => String::from_utf8(bytes).map_err(|_| why("chat_template.jinja is no UTF-8"))?,
+            (None, None | Some(Value::Null)) => return Ok(None),
+            (None, Some(Value::String(source))) => source.clone(),
+            // Several by name: the one for plain chats.
+            (None, Some(Value::Array(named))) => {
+                let default = named.iter().find(|t| t.get("name").and_then(Value::as_str) == Some("default"));
+                let source = default.and_then(|t| t.get("template")?.as_str());
+                source.ok_or_else(|| why("tokenizer_config.json has templates, none of them `default`"))?.to_owned()
+            }
+            (None, Some(_)) => return Err(why("`chat_template` of tokenizer_config.json is no text")),
+        };
+        let spelled = |key: &str| match config.get(key) {
+            Some(Value::String(text)) => text.clone(),
+            Some(Value::Object(token)) => token.get("content").and_then(Value::as_str).unwrap_or_default().to_owned(),
+            _ => String::new(),
+        };
+        Self::new(&source, spelled("bos_token"), spelled("eos_token")).map(Some)
     }
 
     /// A template from its source, with the texts of the start and end tokens.

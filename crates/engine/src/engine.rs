@@ -5,100 +5,20 @@
 mod room;
 mod steps;
 
-use crate::chat::{ChatTemplate, Message};
 use crate::forced::{EveryRow, StoredRows, Tape};
-use crate::gguf::Gguf;
-use crate::model::{Basis, Config, Model, Products, Step};
+use crate::loaded::LoadedModel;
+use crate::model::{Basis, Config, Step};
 use crate::prefixes::Prefixes;
 use crate::request::{Event, Outcome, Request};
 use crate::schemes::Schemes;
 use crate::sequence::{Place, Sequence};
 use crate::status::{RequestStatus, Status, Totals};
-use crate::tokenizer::Tokenizer;
 use crate::{Error, Limits, Pool};
-use kvant_kv::{Arm, Attention, Cache, CacheBytes, LayerConfig, RowCodec, Rows};
+use kvant_kv::{Arm, Attention, Cache, CacheBytes, LayerConfig, RowCodec, Rows, SeqId};
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-/// A model file in memory: weights, tokenizer, chat template. Engines share it.
-pub struct LoadedModel {
-    model: Model,
-    tokenizer: Option<Tokenizer>,
-    chat: Option<ChatTemplate>,
-}
-
-impl LoadedModel {
-    /// Loads a file, with weights laid out for `threads` threads (results do not depend on that number).
-    /// `progress(done, all)` counts weights converted.
-    ///
-    /// # Errors
-    /// [`Error`] says what is wrong with the file, or that there are no threads.
-    pub fn load(
-        path: &Path,
-        threads: usize,
-        products: Products,
-        progress: &(dyn Fn(u64, u64) + Sync),
-    ) -> Result<Self, Error> {
-        let pool = Pool::new(threads)?;
-        let gguf = Gguf::open(path)?;
-        // Cheap checks first: a model that cannot be decoded fails before its tokenizer is built.
-        Config::read(&gguf)?;
-        let tokenizer = match gguf.get("tokenizer.ggml.model") {
-            Some(_) => Some(Tokenizer::load(&gguf)?),
-            None => None,
-        };
-        let chat = ChatTemplate::load(&gguf)?;
-        let model = pool.run(|| Model::load(&gguf, threads, products, progress))?;
-        Ok(Self { model, tokenizer, chat })
-    }
-
-    /// Its weights.
-    pub(crate) fn weights(&self) -> &Model {
-        &self.model
-    }
-
-    /// The numbers of the model.
-    pub fn config(&self) -> &Config {
-        self.model.config()
-    }
-
-    /// Name of the kernel that multiplies with the weights ([`Model::products`]).
-    pub fn products(&self) -> &'static str {
-        self.model.products()
-    }
-
-    /// Its tokenizer.
-    ///
-    /// # Errors
-    /// [`Error::Metadata`] when the file has none.
-    pub fn tokenizer(&self) -> Result<&Tokenizer, Error> {
-        self.tokenizer
-            .as_ref()
-            .ok_or_else(|| Error::Metadata { key: "tokenizer.ggml.model".into(), why: "it is absent".into() })
-    }
-
-    /// Tokens of a raw prompt.
-    ///
-    /// # Errors
-    /// [`Error::Tokenizer`], [`Error::Metadata`] when the file has no tokenizer.
-    pub fn encode(&self, text: &str) -> Result<Vec<u32>, Error> {
-        self.tokenizer()?.encode(text)
-    }
-
-    /// Tokens of a chat, ending where the answer begins. Special tokens come from the template alone, never from what a
-    /// message says.
-    ///
-    /// # Errors
-    /// [`Error::ChatTemplate`] when the file has no template or it fails, and those of [`LoadedModel::encode`].
-    pub fn encode_chat(&self, messages: &[Message]) -> Result<Vec<u32>, Error> {
-        let chat = self.chat.as_ref().ok_or_else(|| Error::ChatTemplate { why: "the model file has none".into() })?;
-        let tokenizer = self.tokenizer()?;
-        tokenizer.encode_chat(&chat.render(messages, tokenizer.specials())?)
-    }
-}
 
 /// How an engine decodes.
 #[derive(Debug, Clone)]
@@ -251,7 +171,7 @@ impl Engine {
 
     /// Name of the kernel that multiplies with the weights.
     pub fn products(&self) -> &'static str {
-        self.loaded.model.products()
+        self.loaded.model().products()
     }
 
     /// How the cache stores each layer, asked from the cache itself: f16 under the `f16` arm and bf16
@@ -304,6 +224,15 @@ impl Engine {
             self.check(i, request)?;
         }
         self.clear()?;
+        self.run_all(requests, on_event)
+    }
+
+    /// Decodes these requests and nothing else, beside what is kept.
+    pub(crate) fn run_all(
+        &mut self,
+        requests: Vec<Request>,
+        on_event: &mut dyn FnMut(&Event) -> ControlFlow<()>,
+    ) -> Result<Generation, Error> {
         self.reset_counters();
         self.next_request = 0;
         for request in requests {
@@ -326,6 +255,16 @@ impl Engine {
         let (cache, routes, decode) = (self.cache_bytes(), self.routes().clone(), self.decode);
         let outcomes = self.take_finished()?.into_iter().map(|(_, outcome)| outcome).collect();
         Ok(Generation { outcomes, decode, routes, cache })
+    }
+
+    /// Checks a prompt alone.
+    pub(crate) fn check_prompt(&self, tokens: &[u32]) -> Result<(), Error> {
+        check_tokens(0, tokens, self.loaded.config())
+    }
+
+    /// Keeps a sequence of the cache for the request that goes on with its tokens.
+    pub(crate) fn keep_session(&mut self, seq: SeqId, tokens: Vec<u32>) {
+        self.prefixes.keep_session(seq, tokens, Vec::new());
     }
 
     fn check(&self, number: usize, request: &Request) -> Result<(), Error> {
@@ -424,7 +363,7 @@ impl Engine {
         let Self { loaded, pool, cache, attention, tape, every_row, logits, .. } = self;
         let tape = tape.as_mut().map(|tape| tape as &mut dyn StoredRows);
         let stored = tape.or(every_row.as_mut().map(|codec| codec as &mut dyn StoredRows));
-        pool.run(|| loaded.model.forward(&step, cache, attention, stored, logits))?;
+        pool.run(|| loaded.model().forward(&step, cache, attention, stored, logits))?;
         Ok(&self.logits)
     }
 

@@ -34,6 +34,14 @@ pub enum Error {
         /// What does not fit.
         why: String,
     },
+    /// A file of a model folder that contradicts itself, its length or another file.
+    #[error("{} is damaged or truncated: {why}", path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What does not fit.
+        why: String,
+    },
     /// A model of another architecture.
     #[error("models of architecture `{architecture}` are not supported; supported: {supported}")]
     Architecture {

@@ -271,6 +271,35 @@ fn a_raw_prompt_never_becomes_a_control_token() {
     assert!(matches!(&e, Error::Metadata { key, .. } if key == "tokenizer.ggml.scores"), "{e}");
 }
 
+/// Tokens that their maker added (runs of spaces, tags) are found before a text is split, the longest first.
+#[test]
+fn tokens_that_were_added_are_found_whole() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut parts = tiny().parts();
+    scored_pieces(&mut parts);
+    let mut set = |name: &str, at: usize, value: Value| {
+        let Some(Value::Array(list)) = parts.metadata.get_mut(&format!("tokenizer.ggml.{name}")) else { panic!() };
+        list[at] = value;
+    };
+    for (id, text) in [(20, "  "), (21, "   "), (22, "<a>")] {
+        set("tokens", id, Value::String(text.into()));
+        set("token_type", id, Value::I32(4));
+    }
+    parts.metadata.insert("tokenizer.ggml.add_space_prefix".into(), Value::Bool(false));
+    let loaded = load(&parts.write(folder.path(), "added.gguf")).unwrap();
+    for (text, tokens) in [
+        ("a  a", vec![8, 20, 8]),
+        ("   a ", vec![21, 8, 3]),
+        ("    ", vec![21, 3]),
+        ("<a><a", vec![22, 4, 8]),
+        ("  ", vec![20]),
+        ("a\u{2581} a", vec![8, 20, 8]),
+    ] {
+        assert_eq!(loaded.tokenizer().unwrap().encode_text(text).unwrap(), tokens, "{text:?}");
+    }
+    assert_eq!(loaded.tokenizer().unwrap().decode(&[22, 8, 21]), "<a>a   ");
+}
+
 #[test]
 fn tensors_that_do_not_fit_are_named() {
     for name in ["token_embd.weight", "output_norm.weight", "blk.0.attn_k.weight", "blk.0.ffn_norm.weight"] {
@@ -284,7 +313,7 @@ fn tensors_that_do_not_fit_are_named() {
     assert_eq!(e.to_string(), "the model needs tensor `blk.0.attn_q.bias`, which is not supported");
     let layer = |p: &mut Parts| p.replace("blk.1.attn_norm.weight", &[128], vec![0.0; 128]);
     let e = changed(layer).to_string();
-    assert!(e.contains("`llama.block_count`: it is 1, and the file has tensor `blk.1.attn_norm.weight`"), "{e}");
+    assert!(e.contains("`llama.block_count`: it is 1, and there is a tensor `blk.1.attn_norm.weight`"), "{e}");
     let e = changed(|p| drop(p.metadata.insert("llama.rope.freq_base".into(), Value::F32(0.0)))).to_string();
     assert!(e.contains("it is 0, not above 0"), "{e}");
     let e = changed(|p| drop(p.metadata.insert("llama.block_count".into(), Value::U32(1 << 31))));

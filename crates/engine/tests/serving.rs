@@ -9,14 +9,18 @@ use kvant_engine::{
 };
 use std::collections::BTreeMap;
 use std::ops::ControlFlow::Continue;
+use std::path::Path;
 use std::sync::Arc;
 use tiny_model::{Parts, Tiny};
 
 const PAGED: &str = "k4v4g32w32s4p64";
 
 fn load(parts: &Parts) -> Arc<LoadedModel> {
-    let folder = tempfile::tempdir().unwrap();
-    let path = parts.write(folder.path(), "tiny.gguf");
+    load_from(tempfile::tempdir().unwrap().path(), parts)
+}
+
+fn load_from(folder: &Path, parts: &Parts) -> Arc<LoadedModel> {
+    let path = parts.write(folder, "tiny.gguf");
     Arc::new(LoadedModel::load(&path, 2, Products::Quantized, &|_, _| {}).unwrap())
 }
 
@@ -327,4 +331,54 @@ fn texts_end_before_what_stops_them() {
     assert_eq!((outcome.reason, number), (FinishReason::Stop, 1));
     assert_eq!(outcome.text, text[..text.find(&stop).unwrap()]);
     assert_eq!(streamed, outcome.text);
+}
+
+#[test]
+fn a_prompt_kept_in_a_file_goes_on_as_if_it_had_just_been_computed() {
+    // Whoever saves or restores reads the model's file once more.
+    let models = tempfile::tempdir().unwrap();
+    let tiny = Tiny { layers: 3, context: 3000, ..Tiny::default() };
+    let loaded = load_from(models.path(), &tiny.parts());
+    let others = tempfile::tempdir().unwrap();
+    let other_model = load_from(others.path(), &Tiny { context: 2999, ..tiny }.parts());
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("prompt.kvant");
+    let texts = [tokens(200, 1), [tokens(200, 1), tokens(30, 2)].concat(), tokens(150, 1), tokens(90, 5)];
+    for scheme in [PAGED, "f16", "k2v3g32"] {
+        let solo: Vec<_> = texts.iter().map(|t| alone(&loaded, scheme, &request(t.clone(), 20, 1)).0).collect();
+        let mut saving = engine(&loaded, scheme, Limits::default());
+        saving.save_prompt(&texts[0], &path).unwrap();
+        let asked = |text: &Vec<u32>| request(text.clone(), 20, 1);
+        let made = saving.generate_from_session(asked(&texts[0]), &mut |_| Continue(())).unwrap();
+        assert_eq!((&made.outcomes[0].tokens, made.outcomes[0].cached_tokens), (&solo[0], 199));
+        for (text, solo) in texts.iter().zip(&solo) {
+            let mut restored = engine(&loaded, scheme, Limits::default());
+            assert_eq!(restored.restore_prompt(&path).unwrap(), texts[0][..199]);
+            let made = restored.generate_from_session(asked(text), &mut |_| Continue(())).unwrap();
+            assert_eq!(&made.outcomes[0].tokens, solo, "{scheme}");
+            assert_eq!(made.outcomes[0].cached_tokens >= 199, text.starts_with(&texts[0]), "{scheme}");
+        }
+        let bytes = std::fs::read(&path).unwrap();
+        let mut other = engine(&loaded, "k4v4g32w16s4p64", Limits::default());
+        let why = |engine: &mut Engine| match engine.restore_prompt(&path) {
+            Err(Error::PromptCache { why, .. }) => why,
+            Err(e) => panic!("{e}"),
+            Ok(_) => panic!("a damaged file was taken"),
+        };
+        assert!(why(&mut other).contains("other schemes"));
+        let mut same = engine(&loaded, scheme, Limits::default());
+        assert!(why(&mut engine(&other_model, scheme, Limits::default())).contains("another model"));
+        for damage in [0, 9, 13, 60, bytes.len() / 2, bytes.len() - 1] {
+            let mut wrong = bytes.clone();
+            wrong[damage] ^= 4;
+            std::fs::write(&path, &wrong).unwrap();
+            why(&mut same);
+            std::fs::write(&path, &bytes[..damage]).unwrap();
+            why(&mut same);
+        }
+        assert_eq!(same.status().blocks_used, 0);
+        std::fs::remove_file(&path).unwrap();
+        why(&mut same);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "nothing half-written stays");
+    }
 }

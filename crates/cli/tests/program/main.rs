@@ -7,6 +7,7 @@ mod decoding;
 mod errors;
 mod experiments;
 mod help;
+mod hub;
 mod pulling;
 mod roofline;
 mod run;

@@ -102,7 +102,7 @@ impl Engine {
     /// Gives each of these sequences its next token, from one row of logits each.
     fn choose(&mut self, sequences: &[usize], events: &mut Vec<Event>) -> Result<(), Error> {
         let Config { vocabulary, context, .. } = *self.loaded.config();
-        let tokenizer = self.loaded.tokenizer.as_ref();
+        let tokenizer = self.loaded.tokenizer().ok();
         let mut failed = Vec::new();
         for (&i, logits) in sequences.iter().zip(self.logits.chunks_exact(vocabulary)) {
             match self.sequences[i].advance(logits, tokenizer, context, events) {
@@ -203,7 +203,7 @@ impl Engine {
     /// A sequence in the cache that holds the first tokens of request `i`: a kept session or kept pages, whichever has more.
     /// Out: the sequence, its tokens, their pages, and the pages that it uses.
     fn start(&mut self, i: usize) -> Result<(SeqId, usize, Chain, Chain), Error> {
-        if !self.limits.share_prefixes {
+        if !self.limits.share_prefixes && self.prefixes.sessions().is_empty() {
             return Ok((self.cache.add_sequence(), 0, Chain::new(), Chain::new()));
         }
         let tokens = &self.sequences[i].tokens;

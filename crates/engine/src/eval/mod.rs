@@ -23,8 +23,9 @@ pub use retrieval::{Cell, CellScore, Question, Retrieval, retrieve};
 pub(crate) use score::Base;
 pub use score::{Bucket, Figures};
 
-use crate::engine::{Engine, EngineOptions, LoadedModel};
+use crate::engine::{Engine, EngineOptions};
 use crate::forced::{Feed, Forced};
+use crate::loaded::LoadedModel;
 use crate::schemes::Schemes;
 use crate::{Error, Limits, Pool};
 use kvant_kv::{Arm, RowCodec, Scheme};

@@ -1,5 +1,7 @@
 //! What the metadata of a model say. In: an open file; out: checked numbers.
-//! NOT here: tensors (mod.rs reads those).
+//! NOT here: tensors (mod.rs reads those), config.json (config/json.rs).
+
+mod json;
 
 use super::rope::{Pairing, Rope};
 use crate::Error;
@@ -36,6 +38,17 @@ impl Architecture {
 
     fn of(name: &str) -> Option<Self> {
         [Self::Llama, Self::Qwen2, Self::Qwen3, Self::Gemma3].into_iter().find(|a| a.name() == name)
+    }
+
+    /// As config.json names it.
+    pub(crate) fn of_class(name: &str) -> Option<Self> {
+        match name {
+            "LlamaForCausalLM" => Some(Self::Llama),
+            "Qwen2ForCausalLM" => Some(Self::Qwen2),
+            "Qwen3ForCausalLM" => Some(Self::Qwen3),
+            "Gemma3ForCausalLM" => Some(Self::Gemma3),
+            _ => None,
+        }
     }
 
     /// Whether q, k and v have biases.
@@ -122,12 +135,12 @@ pub struct Config {
 }
 
 impl Config {
-    /// Reads and checks the metadata.
+    /// Reads and checks the metadata of a GGUF file.
     ///
     /// # Errors
     /// [`Error::Architecture`], [`Error::Metadata`], [`Error::Unsupported`], [`Error::Kv`] for heads outside the
     /// attention's contract.
-    pub fn read(gguf: &Gguf) -> Result<Self, Error> {
+    pub fn of_gguf(gguf: &Gguf) -> Result<Self, Error> {
         let architecture = gguf.text("general.architecture")?.ok_or_else(|| absent("general.architecture"))?;
         let of = |key: &str| format!("{architecture}.{key}");
         if gguf.get(&of("attention.kv_lora_rank")).is_some() {

@@ -18,7 +18,7 @@ pub use config::{ARCHITECTURES, Activation, Architecture, AttentionFacts, Config
 
 use crate::Error;
 use crate::forced::StoredRows;
-use crate::gguf::{Gguf, Matrix};
+use crate::source::Source;
 use candle_core::quantized::QTensor;
 use candle_core::{Device, Tensor};
 use kvant_kv::{Attention, Cache, Rows};
@@ -98,39 +98,30 @@ struct Buffers {
 }
 
 impl Model {
-    /// Reads all weights of a file, converting them for `threads` threads; `progress(done, all)` counts weights.
+    /// Reads all weights of a model, converting them for `threads` threads; `progress(done, all)` counts weights.
     /// Call it on the engine's pool.
     ///
     /// # Errors
     /// [`Error::MissingTensor`], [`Error::TensorShape`], [`Error::Unsupported`] for tensors that such a model has no
-    /// use for, and those of [`Config::read`].
+    /// use for, and those of [`Source::config`].
     pub fn load(
-        gguf: &Gguf,
+        source: &Source,
         threads: usize,
         products: Products,
         progress: &(dyn Fn(u64, u64) + Sync),
     ) -> Result<Self, Error> {
-        let config = Config::read(gguf)?;
+        let config = source.config()?;
         let (hidden, forward, shape) = (config.hidden, config.feed_forward, config.shape);
         let (q_len, kv_len) = (shape.q_heads * shape.head_dim, shape.row_len());
         let exact = products == Products::Exact;
         // Every shape is checked before the first weight is converted, so that a bad file fails at once.
         let checked =
-            (0..config.layers).map(|i| LayerTensors::find(gguf, &config, i)).collect::<Result<Vec<_>, _>>()?;
-        let norm = gguf.vector("output_norm.weight", hidden)?;
-        let embedding = gguf.table("token_embd.weight", config.vocabulary, hidden)?;
-        let name = if gguf.has("output.weight") { "output.weight" } else { "token_embd.weight" };
-        let head = gguf.matrix(name, config.vocabulary, hidden)?;
-        if let Some(name) = gguf.untaken() {
-            let layer = name.strip_prefix("blk.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
-            return Err(match layer.filter(|&layer| layer >= config.layers) {
-                Some(_) => {
-                    let why = format!("it is {}, and the file has tensor `{name}`", config.layers);
-                    Error::Metadata { key: format!("{}.block_count", config.architecture.name()), why }
-                }
-                None => Error::Unsupported { what: format!("tensor `{name}`") },
-            });
-        }
+            (0..config.layers).map(|i| LayerTensors::find(source, &config, i)).collect::<Result<Vec<_>, _>>()?;
+        let norm = source.vector("output_norm.weight", hidden)?;
+        let embedding = source.table("token_embd.weight", config.vocabulary, hidden)?;
+        let name = if source.has_head() { "output.weight" } else { "token_embd.weight" };
+        let head = source.matrix(name, config.vocabulary, hidden)?;
+        source.check_all_taken(&config)?;
         // Every tensor lies within the file, so these products are counts of real values.
         let per_layer = (hidden * (2 * q_len + 2 * kv_len + 3 * forward)) as u64;
         let all = per_layer * config.layers as u64 + (hidden * config.vocabulary) as u64;
@@ -139,7 +130,7 @@ impl Model {
             layers.push(tensors.convert(&config, threads, exact)?);
             progress(per_layer * (i as u64 + 1), all);
         }
-        let head = Linear::new(hidden, &[&head], threads, exact)?;
+        let head = Linear::new(hidden, &[head.as_ref()], threads, exact)?;
         progress(all, all);
         Ok(Self { config, products, embedding, layers, norm, head })
     }
@@ -317,24 +308,24 @@ impl Model {
 /// The tensors of one layer, found and of the right shape.
 struct LayerTensors<'a> {
     attention_norm: Vec<f32>,
-    qkv: [Matrix<'a>; 3],
+    qkv: [Box<dyn WeightRows + 'a>; 3],
     biases: Option<[Vec<f32>; 3]>,
     head_norms: Option<[Vec<f32>; 2]>,
-    output: Matrix<'a>,
+    output: Box<dyn WeightRows + 'a>,
     feed_forward_norm: Vec<f32>,
-    gate_up: [Matrix<'a>; 2],
-    down: Matrix<'a>,
+    gate_up: [Box<dyn WeightRows + 'a>; 2],
+    down: Box<dyn WeightRows + 'a>,
     post_norms: Option<[Vec<f32>; 2]>,
 }
 
 impl<'a> LayerTensors<'a> {
-    fn find(gguf: &'a Gguf, config: &Config, layer: usize) -> Result<Self, Error> {
+    fn find(source: &'a Source, config: &Config, layer: usize) -> Result<Self, Error> {
         let of = |name: &str| format!("blk.{layer}.{name}.weight");
         let (hidden, forward) = (config.hidden, config.feed_forward);
         let (q_len, kv_len) = (config.shape.q_heads * config.shape.head_dim, config.shape.row_len());
-        let bias = |name: &str, len: usize| gguf.vector(&format!("blk.{layer}.{name}.bias"), len);
+        let bias = |name: &str, len: usize| source.vector(&format!("blk.{layer}.{name}.bias"), len);
         let norms = |first: &str, second: &str, len: usize| -> Result<_, Error> {
-            Ok(Some([gguf.vector(&of(first), len)?, gguf.vector(&of(second), len)?]))
+            Ok(Some([source.vector(&of(first), len)?, source.vector(&of(second), len)?]))
         };
         let built = config.architecture;
         Ok(Self {
@@ -350,16 +341,16 @@ impl<'a> LayerTensors<'a> {
                 true => norms("post_attention_norm", "post_ffw_norm", hidden)?,
                 false => None,
             },
-            attention_norm: gguf.vector(&of("attn_norm"), hidden)?,
+            attention_norm: source.vector(&of("attn_norm"), hidden)?,
             qkv: [
-                gguf.matrix(&of("attn_q"), q_len, hidden)?,
-                gguf.matrix(&of("attn_k"), kv_len, hidden)?,
-                gguf.matrix(&of("attn_v"), kv_len, hidden)?,
+                source.matrix(&of("attn_q"), q_len, hidden)?,
+                source.matrix(&of("attn_k"), kv_len, hidden)?,
+                source.matrix(&of("attn_v"), kv_len, hidden)?,
             ],
-            output: gguf.matrix(&of("attn_output"), hidden, q_len)?,
-            feed_forward_norm: gguf.vector(&of("ffn_norm"), hidden)?,
-            gate_up: [gguf.matrix(&of("ffn_gate"), forward, hidden)?, gguf.matrix(&of("ffn_up"), forward, hidden)?],
-            down: gguf.matrix(&of("ffn_down"), hidden, forward)?,
+            output: source.matrix(&of("attn_output"), hidden, q_len)?,
+            feed_forward_norm: source.vector(&of("ffn_norm"), hidden)?,
+            gate_up: [source.matrix(&of("ffn_gate"), forward, hidden)?, source.matrix(&of("ffn_up"), forward, hidden)?],
+            down: source.matrix(&of("ffn_down"), hidden, forward)?,
         })
     }
 
@@ -367,10 +358,10 @@ impl<'a> LayerTensors<'a> {
         let rows = |m: &[&dyn WeightRows], k: usize| Linear::new(k, m, threads, exact);
         let ([q, k, v], [gate, up]) = (&self.qkv, &self.gate_up);
         Ok(Layer {
-            qkv: rows(&[q, k, v], config.hidden)?,
-            output: rows(&[&self.output], config.shape.q_heads * config.shape.head_dim)?,
-            gate_up: rows(&[gate, up], config.hidden)?,
-            down: rows(&[&self.down], config.feed_forward)?,
+            qkv: rows(&[q.as_ref(), k.as_ref(), v.as_ref()], config.hidden)?,
+            output: rows(&[self.output.as_ref()], config.shape.q_heads * config.shape.head_dim)?,
+            gate_up: rows(&[gate.as_ref(), up.as_ref()], config.hidden)?,
+            down: rows(&[self.down.as_ref()], config.feed_forward)?,
             biases: self.biases,
             head_norms: self.head_norms,
             post_norms: self.post_norms,
