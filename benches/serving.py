@@ -289,9 +289,9 @@ async def mixed(args, seconds, flags):
     flags = ["--kv", SCHEME, "--kv-memory", args.kv_memory, "--max-requests", "12", "--max-waiting", "24", *flags]
     async with Server(args, *flags) as server:
         bodies = [{"prompt": words(source.choice([5, 40, 150, 400]), i), "max_tokens": source.choice([8, 40, 120]), "ignore_eos": True}
-                  for i in range(24)]
+                  for i in range(24 if seconds > 100 else 12)]
         bodies += [{"messages": [{"role": "system", "content": words(300, "system")}, {"role": "user", "content": words(10, i)}],
-                    "max_tokens": 40} for i in range(8)]
+                    "max_tokens": 40} for i in range(8 if seconds > 100 else 4)]
         solo = [(await server.ask(body))["text"] for body in bodies]
         ends = time.monotonic() + seconds
         warm = time.monotonic() + min(seconds / 4, 60)
@@ -315,7 +315,7 @@ async def mixed(args, seconds, flags):
             n = mine.randrange(len(bodies))
             if kind == "bad":
                 body = mine.choice(BAD)
-                path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+                path = "/v1/chat/completions" if isinstance(body, dict) and "messages" in body else "/v1/completions"
                 async with server.post(path, body) as (status, lines):
                     said = json.loads(b"".join([line async for line in lines]) or b"{}")
                 if not (400 <= status < 500 and "error" in said):
