@@ -146,15 +146,16 @@ async def tokens(server, n, seed):
 
 async def held(args):
     """Requests of 1,000 tokens that hold cache at once."""
-    memory, length = ("48MiB", 400) if args.small else ("256MiB", 1000)
+    memory, length = ("16MiB", 128) if args.small else ("256MiB", 1000)
     rows = []
     for scheme in SCHEMES:
         flags = ["--kv", scheme, "--kv-memory", memory, "--max-requests", "1024", "--step-tokens", str(length), "--no-prefix-sharing"]
         async with Server(args, *flags) as server:
-            body = {"max_tokens": 4000, "ignore_eos": True}
+            # Long enough that nobody ends while others come in: a prompt takes one step.
+            body = {"max_tokens": length // 4, "ignore_eos": True}
             asked = [asyncio.create_task(server.ask({**body, "prompt": await tokens(server, length, seed)})) for seed in range(96)]
             most, since, peak = 0, time.perf_counter(), 0
-            while time.perf_counter() - since < (5 if args.small else 20):
+            while time.perf_counter() - since < 20 and not all(task.done() for task in asked):
                 status = await server.status()
                 n = sum(r["state"] == "running" and r["tokens"] >= length for r in status["requests"])
                 peak = max(peak, status["held_bytes"])
@@ -288,9 +289,9 @@ async def mixed(args, seconds, flags):
     flags = ["--kv", SCHEME, "--kv-memory", args.kv_memory, "--max-requests", "12", "--max-waiting", "24", *flags]
     async with Server(args, *flags) as server:
         bodies = [{"prompt": words(source.choice([5, 40, 150, 400]), i), "max_tokens": source.choice([8, 40, 120]), "ignore_eos": True}
-                  for i in range(24)]
+                  for i in range(24 if seconds > 100 else 12)]
         bodies += [{"messages": [{"role": "system", "content": words(300, "system")}, {"role": "user", "content": words(10, i)}],
-                    "max_tokens": 40} for i in range(8)]
+                    "max_tokens": 40} for i in range(8 if seconds > 100 else 4)]
         solo = [(await server.ask(body))["text"] for body in bodies]
         ends = time.monotonic() + seconds
         warm = time.monotonic() + min(seconds / 4, 60)
@@ -314,7 +315,7 @@ async def mixed(args, seconds, flags):
             n = mine.randrange(len(bodies))
             if kind == "bad":
                 body = mine.choice(BAD)
-                path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+                path = "/v1/chat/completions" if isinstance(body, dict) and "messages" in body else "/v1/completions"
                 async with server.post(path, body) as (status, lines):
                     said = json.loads(b"".join([line async for line in lines]) or b"{}")
                 if not (400 <= status < 500 and "error" in said):

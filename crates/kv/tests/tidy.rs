@@ -141,7 +141,7 @@ const RULES: &[Rule] = &[
     Rule {
         under: "crates/server/src/",
         but: &[],
-        forbidden: &["clap", "print!", "println!", "candle", "std::process", "kvant_kv", "kvant_roofline"],
+        forbidden: &["clap", "print!", "println!", "candle", "std::process", "kvant_kv::", "kvant_roofline"],
         why: "the server has no flags, ends no process and knows the engine alone",
     },
     Rule {

@@ -1,5 +1,5 @@
 //! Routes. In: HTTP requests; out: JSON, server-sent events, text or the page. Each handler reads its body within bounds of
-//! size, time and number, and says in [`Log`] what the log is to know.
+//! size, time and number, and says in `Log` what the log is to know.
 //! NOT here: keys and log lines (access.rs), connections (serve.rs), decoding (worker.rs).
 
 pub(crate) mod answer;
