@@ -126,7 +126,7 @@ template into OWNER--NAME; --model takes hf:OWNER/NAME or OWNER/NAME then. A fol
 A pull that was killed leaves a folder .pull-* beside the models; the next pull removes it.
 --device and --threads are taken, as by every command, and change nothing here.")]
 pub struct PullArgs {
-    /// Name of the model, or hf:OWNER/NAME[@REVISION][/FILE.gguf] of the Hugging Face hub
+    /// Name of the model, or hf:OWNER/NAME of the Hugging Face hub, with @REVISION or /FILE.gguf behind it
     #[arg(value_name = "MODEL", default_value = models::DEFAULT)]
     pub model: String,
     /// Where to run.

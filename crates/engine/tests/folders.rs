@@ -219,6 +219,37 @@ fn random_damage_of_a_header_never_panics() {
 }
 
 #[test]
+fn random_damage_of_json_files_never_panics() {
+    let mut random = 88_172_645_463_325_252u64;
+    for (name, file, times) in [
+        ("gemma3", "tokenizer.json", 300),
+        ("qwen3", "tokenizer.json", 300),
+        ("gemma3", "config.json", 300),
+        ("qwen2", "model.safetensors.index.json", 100),
+        ("qwen3", "tokenizer_config.json", 50),
+    ] {
+        let whole = std::fs::read(models().join(name).join(file)).unwrap();
+        let folder = changed(name, |_| {});
+        let mut refused = 0;
+        for _ in 0..times {
+            let mut bytes = whole.clone();
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            let at = (random >> 20) as usize % whole.len();
+            // Digits and letters too: what still is JSON says something else.
+            bytes[at] = b"0189\",:{}[]-e \\zA\x00\xff"[(random >> 8) as usize % 19];
+            std::fs::write(folder.path().join(file), &bytes).unwrap();
+            match load(folder.path()) {
+                Ok(loaded) => drop(loaded.encode("The boats, 12 of them. \u{2581}")),
+                Err(_) => refused += 1,
+            }
+        }
+        assert!(refused > times / 5, "{name} {file}: only {refused} of {times} damaged files were refused");
+    }
+}
+
+#[test]
 fn an_index_that_does_not_fit_its_files_is_damaged() {
     const INDEX: &str = "model.safetensors.index.json";
     let with = |change: &dyn Fn(&mut Map<String, Value>)| {

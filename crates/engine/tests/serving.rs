@@ -161,6 +161,33 @@ fn prompts_that_share_a_prefix_equal_their_solo_runs() {
     }
 }
 
+/// Layers with a window free what is out of sight; a page is shared whole all the same, and a session goes on.
+#[test]
+fn layers_with_a_window_share_prefixes_too() {
+    let tiny = Tiny { architecture: "gemma3", layers: 6, q_heads: 2, kv_heads: 1, head_dim: 256, ..Tiny::default() };
+    let loaded = load(&Tiny { context: 3000, ..tiny }.parts());
+    assert!((0..6).any(|i| loaded.config().layer(i, kvant_kv::Scheme::F16).visible.is_some_and(|v| v < 100)));
+    for scheme in [PAGED, "f16"] {
+        let mut engine = engine(&loaded, scheme, serving(256 << 20));
+        let page = if scheme == "f16" { 512 } else { 64 };
+        let first = tokens(page * 2 + 9, 1);
+        let texts = [
+            first.clone(),
+            [&first[..page + 20], &tokens(50, 3)[..]].concat(),
+            [&first[..], &tokens(90, 4)[..]].concat(),
+            [&first[..2 * page], &tokens(90, 5)[..]].concat(),
+        ];
+        for (text, cached) in texts.into_iter().zip([0, page, 2 * page, 2 * page]) {
+            let asked = request(text, 25, 1);
+            let want = alone(&loaded, scheme, &asked);
+            let number = engine.add(asked).unwrap();
+            let done = run(&mut engine, |_, _| {});
+            assert_eq!(done[&number].1, want, "{scheme}");
+            assert!(done[&number].0.cached_tokens >= cached, "{scheme}: {}", done[&number].0.cached_tokens);
+        }
+    }
+}
+
 #[test]
 fn interleaved_requests_of_one_prefix_equal_their_solo_runs() {
     let loaded = model();

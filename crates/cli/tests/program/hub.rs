@@ -10,10 +10,13 @@ use std::sync::{Arc, Mutex};
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
+/// Files by name.
+type Served = BTreeMap<String, Vec<u8>>;
+
 /// What the stand-in serves, and how.
 #[derive(Clone, Default)]
 struct Files {
-    files: BTreeMap<String, Vec<u8>>,
+    files: Served,
     /// Answered to everything.
     status: Option<u16>,
     /// This file's body ends at half its length.
@@ -212,7 +215,7 @@ fn what_cannot_be_fetched_is_refused_and_leaves_nothing() {
 #[test]
 fn what_was_fetched_and_cannot_be_decoded_is_not_kept() {
     let temp = tempfile::tempdir().unwrap();
-    let refuse = |change: &dyn Fn(&mut BTreeMap<String, Vec<u8>>), error: &str| {
+    let refuse = |change: &dyn Fn(&mut Served), error: &str| {
         let mut served = files("qwen3");
         change(&mut served.files);
         let hub = Hub::serve(served);
@@ -237,7 +240,7 @@ fn what_was_fetched_and_cannot_be_decoded_is_not_kept() {
     );
     assert!(run.stderr.contains("`kvant pull hf:owner/tiny/tiny.gguf`"), "{run:?}");
     let upwards = br#"{"weight_map": {"a": "../../x.safetensors"}}"#;
-    let index = |f: &mut BTreeMap<String, Vec<u8>>| {
+    let index = |f: &mut Served| {
         f.remove("model.safetensors");
         f.insert("model.safetensors.index.json".into(), upwards.to_vec());
     };

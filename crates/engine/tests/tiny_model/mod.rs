@@ -128,6 +128,14 @@ impl Tiny {
         let types = (0..VOCABULARY).map(|i| Value::I32(if i < 256 { 1 } else { 3 })).collect();
         let template = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}\
                         {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
+        let gemma = (self.architecture == "gemma3").then(|| {
+            [
+                ("llama.attention.sliding_window", n(VISIBLE)),
+                ("llama.rope.freq_base", Value::F32(GLOBAL_BASE)),
+                ("llama.rope.scaling.type", text("linear")),
+                ("llama.rope.scaling.factor", Value::F32(STRETCH)),
+            ]
+        });
         [
             ("general.architecture", text("llama")),
             ("general.name", text("tiny")),
@@ -152,10 +160,7 @@ impl Tiny {
             ("tokenizer.chat_template", text(template)),
         ]
         .into_iter()
-        .chain((self.architecture == "gemma3").then(|| ("llama.attention.sliding_window", n(VISIBLE))))
-        .chain((self.architecture == "gemma3").then(|| ("llama.rope.freq_base", Value::F32(GLOBAL_BASE))))
-        .chain((self.architecture == "gemma3").then(|| ("llama.rope.scaling.type", text("linear"))))
-        .chain((self.architecture == "gemma3").then(|| ("llama.rope.scaling.factor", Value::F32(STRETCH))))
+        .chain(gemma.into_iter().flatten())
         .map(|(k, v)| match k.strip_prefix("llama.") {
             Some(rest) => (format!("{}.{rest}", self.architecture), v),
             None if k == "general.architecture" => (k.to_owned(), text(self.architecture)),
