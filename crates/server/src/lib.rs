@@ -15,5 +15,7 @@ mod serve;
 mod status;
 mod worker;
 
+#[doc(hidden)]
+pub use api::takes;
 pub use options::Options;
 pub use serve::{ServeError, Server};

@@ -21,13 +21,8 @@ pub async fn handle(State(app): State<Arc<App>>, Extension(log): Logged, request
 
 async fn chat(arrival: Arrival) -> Result<Response, ApiError> {
     let Arrival { app, log, arrived, body } = arrival;
-    let mut fields = app.fields(body).await?;
-    app.check_model(fields.take("model")?)?;
-    let messages = messages(fields.take::<Value>("messages")?)?;
-    let parameters = Parameters::take(&mut fields, &["max_completion_tokens", "max_tokens"])?;
-    let logprobs = logprobs(&mut fields)?;
-    refuse(&mut fields)?;
-    fields.end()?;
+    let Asked { model, messages, parameters, logprobs } = parse(app.fields(body).await?)?;
+    app.check_model(model)?;
     let places = app.enter(parameters.n, "n")?;
     if app.options.log_prompts {
         let said = messages.iter().map(|m| format!("{}: {}", m.role, m.content)).collect::<Vec<_>>().join("\n");
@@ -42,6 +37,29 @@ async fn chat(arrival: Arrival) -> Result<Response, ApiError> {
     let most = app.model.config().context;
     let job = Job::new(Kind::Chat, "messages", vec![tokens], most, logprobs, parameters);
     answer(app, log, job, places, arrived).await
+}
+
+/// What a body asks for.
+struct Asked {
+    model: Option<String>,
+    messages: Vec<Message>,
+    parameters: Parameters,
+    logprobs: Option<usize>,
+}
+
+fn parse(mut fields: Fields) -> Result<Asked, ApiError> {
+    let model = fields.take("model")?;
+    let messages = messages(fields.take::<Value>("messages")?)?;
+    let parameters = Parameters::take(&mut fields, &["max_completion_tokens", "max_tokens"])?;
+    let logprobs = logprobs(&mut fields)?;
+    refuse(&mut fields)?;
+    fields.end()?;
+    Ok(Asked { model, messages, parameters, logprobs })
+}
+
+/// Whether a body is a request that could be answered.
+pub(super) fn check(body: &[u8]) -> Result<(), ApiError> {
+    parse(Fields::parse(body)?).map(drop)
 }
 
 fn logprobs(fields: &mut Fields) -> Result<Option<usize>, ApiError> {

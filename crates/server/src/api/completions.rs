@@ -3,7 +3,7 @@
 
 use super::answer::{Job, Kind, answer};
 use super::errors::ApiError;
-use super::fields::empty;
+use super::fields::{Fields, empty};
 use super::parameters::{MOST_LOGPROBS, Parameters};
 use super::{App, Arrival, Logged, logged};
 use axum::Extension;
@@ -28,15 +28,8 @@ pub async fn handle(State(app): State<Arc<App>>, Extension(log): Logged, request
 
 async fn complete(arrival: Arrival) -> Result<Response, ApiError> {
     let Arrival { app, log, arrived, body } = arrival;
-    let mut fields = app.fields(body).await?;
-    app.check_model(fields.take("model")?)?;
-    let prompts = prompts(fields.take::<Value>("prompt")?)?;
-    let parameters = Parameters::take(&mut fields, &["max_tokens"])?;
-    let logprobs = fields.whole("logprobs", 0, MOST_LOGPROBS)?.map(|n| n as usize);
-    fields.refuse("echo", empty)?;
-    fields.refuse("suffix", |v| v.as_str() == Some(""))?;
-    fields.refuse("best_of", |v| v.as_u64() == Some(parameters.n as u64))?;
-    fields.end()?;
+    let Asked { model, prompts, parameters, logprobs } = parse(app.fields(body).await?)?;
+    app.check_model(model)?;
     let places = app.enter(prompts.len() * parameters.n, if prompts.len() > 1 { "prompt" } else { "n" })?;
     if app.options.log_prompts {
         let text = |p: &Prompt| match p {
@@ -60,6 +53,31 @@ async fn complete(arrival: Arrival) -> Result<Response, ApiError> {
         .map_err(|e| ApiError::of_engine(&e, "prompt"))?;
     let job = Job::new(Kind::Completion, "prompt", tokens, DEFAULT_MOST, logprobs, parameters);
     answer(app, log, job, places, arrived).await
+}
+
+/// What a body asks for.
+struct Asked {
+    model: Option<String>,
+    prompts: Vec<Prompt>,
+    parameters: Parameters,
+    logprobs: Option<usize>,
+}
+
+fn parse(mut fields: Fields) -> Result<Asked, ApiError> {
+    let model = fields.take("model")?;
+    let prompts = prompts(fields.take::<Value>("prompt")?)?;
+    let parameters = Parameters::take(&mut fields, &["max_tokens"])?;
+    let logprobs = fields.whole("logprobs", 0, MOST_LOGPROBS)?.map(|n| n as usize);
+    fields.refuse("echo", empty)?;
+    fields.refuse("suffix", |v| v.as_str() == Some(""))?;
+    fields.refuse("best_of", |v| v.as_u64() == Some(parameters.n as u64))?;
+    fields.end()?;
+    Ok(Asked { model, prompts, parameters, logprobs })
+}
+
+/// Whether a body is a request that could be answered.
+pub(super) fn check(body: &[u8]) -> Result<(), ApiError> {
+    parse(Fields::parse(body)?).map(drop)
 }
 
 fn prompts(value: Option<Value>) -> Result<Vec<Prompt>, ApiError> {

@@ -47,6 +47,13 @@ pub struct App {
     pub(crate) created: u64,
 }
 
+/// For fuzzing: reads a body as both kinds of request are read; whether either takes it.
+#[doc(hidden)]
+pub fn takes(body: &[u8]) -> bool {
+    let (chat, completion) = (chat::check(body), completions::check(body));
+    chat.is_ok() || completion.is_ok()
+}
+
 /// Every address there is, as logs and metrics name it.
 pub(crate) const ROUTES: &[&str] = &[
     "/",
