@@ -132,8 +132,12 @@ class Server:
         return out
 
 
+# Tokens per word, about; the records have the counts of the server.
+PER_WORD = 1.1
+
+
 def words(n, seed):
-    """About n tokens of text that no other seed begins with."""
+    """So many words that no other seed begins with."""
     source = random.Random(seed)
     return " ".join([f"({seed})"] + [source.choice(WORDS) for _ in range(n)])
 
@@ -174,7 +178,7 @@ async def held(args):
 async def shared(args):
     """Clients with one system prompt, some turns each, with shared prefixes and without."""
     clients, turns, length = (4, 2, 200) if args.small else (32, 3, 1500)
-    system = words(length * 3 // 4, "system")
+    system = words(int(length / PER_WORD), "system")
     rows, texts = [], []
     for flags in ([], ["--no-prefix-sharing"]):
         async with Server(args, "--kv", SCHEME, "--max-requests", str(clients), *flags) as server:
@@ -200,8 +204,9 @@ async def shared(args):
 async def session(args):
     """The first token of a late turn, the session kept and not."""
     turns, length = (4, 400) if args.small else (20, 7000)
-    messages, each = [], length * 3 // 4 // turns
-    new = words(40, "last")
+    # The tokens of an answer and of the template around both come on top.
+    messages, each = [], int(length / (turns - 1) / PER_WORD) - 25
+    new = words(50, "last")
     rows, texts = [], []
     async with Server(args, "--kv", SCHEME) as server:
         for turn in range(turns - 1):

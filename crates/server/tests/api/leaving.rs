@@ -64,6 +64,13 @@ fn overload_is_answered_429_and_places_come_back() {
         assert!(answer.header("retry-after").is_some_and(|s| s.parse::<u64>().is_ok_and(|s| s >= 1)));
         assert_eq!(answer.json()["error"]["type"], "rate_limit_error");
     }
+    // More clients at once than there are connections: each is told.
+    let told = std::thread::scope(|s| {
+        let one = || site.complete(json!({ "prompt": "x", "max_tokens": 1 })).status;
+        let asked: Vec<_> = (0..400).map(|_| s.spawn(one)).collect();
+        asked.into_iter().map(|t| t.join().unwrap()).collect::<Vec<_>>()
+    });
+    assert!(told.iter().all(|&status| status == 429), "{told:?}");
     site.chat(json!({ "messages": [{ "role": "user", "content": "x" }], "n": 4 })).is_refused(
         400,
         Some("n"),
