@@ -52,11 +52,6 @@ impl ApiError {
         Self { code: Some(code), ..self }
     }
 
-    /// The same with another status.
-    pub fn status(self, status: StatusCode) -> Self {
-        Self { status, ..self }
-    }
-
     /// No such model.
     pub fn no_model(asked: &str, there: &str) -> Self {
         let message = format!("model: there is no model `{asked}` here; this server has `{there}`");
