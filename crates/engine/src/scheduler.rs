@@ -3,8 +3,8 @@
 //! NOT here: running it (engine.rs), what memory costs (kvant-kv).
 //!
 //! Rules. Requests stand in order of arrival. Everyone who decodes gets one row in every step; what is left of a step's
-//! rows goes to prompts in chunks, those first that were served longest ago: a long prompt holds nobody up for more than a
-//! step. When memory is short the youngest leaves; who left comes back before anyone new enters, the oldest first; new ones
+//! rows goes to prompts in chunks, in every other step to the oldest first, else to the one that has least left: a short
+//! prompt waits for a step or two and not for a long one, equal ones end in their order, and none starves. When memory is short the youngest leaves; who left comes back before anyone new enters, the oldest first; new ones
 //! enter in order of arrival. The oldest request in the cache never leaves, so that everyone becomes the oldest and ends.
 
 /// Where a request stands.
@@ -143,13 +143,20 @@ pub fn rows(states: &[State], bounds: &Bounds, outlook: &dyn Outlook) -> Vec<(us
         rows.clear();
         left = bounds.step_tokens;
     }
-    prompts.sort_by_key(|&i| (states[i].served, i));
-    // When memory is short, the oldest goes on first: the others could take what it needs.
-    if let (Some(&oldest), Some(at)) = (running.first(), prompts.iter().position(|i| Some(i) == running.first()))
-        && outlook.need(&least_rows(states, &running)) + outlook.rest(oldest) > free
-    {
-        prompts.remove(at);
-        prompts.insert(0, oldest);
+    prompts.sort_by_key(|&i| (states[i].left(), i));
+    let oldest = prompts.iter().copied().min();
+    let newest_turn = prompts.iter().map(|&i| states[i].served).max();
+    if let Some(oldest) = oldest {
+        let its_turn = Some(states[oldest].served) < newest_turn;
+        // When memory is short, the oldest goes on first: the others could take what it needs.
+        let short = || {
+            running.first() == Some(&oldest)
+                && outlook.need(&least_rows(states, &running)) + outlook.rest(oldest) > free
+        };
+        if its_turn || short() {
+            prompts.retain(|&i| i != oldest);
+            prompts.insert(0, oldest);
+        }
     }
     for i in prompts {
         let State { tokens, stored, .. } = states[i];

@@ -305,6 +305,29 @@ fn a_long_prompt_holds_nobody_up() {
     (world.jobs[1].stored, world.jobs[1].served) = (255, 1);
     world.jobs.push(short);
     assert_eq!(rows(&states(&world), &bounds, &world), [(0, 1), (1, 235), (2, 20)]);
+    // Another one as short, though the long prompt was not served last: this step is the long one's.
+    (world.jobs[2].stored, world.jobs[2].produced, world.jobs[2].answer) = (20, 1, 9);
+    world.jobs.push(Job { phase: Phase::Running, stored: 1, served: 2, ..waiting(300) });
+    assert_eq!(rows(&states(&world), &bounds, &world), [(0, 1), (1, 254), (2, 1)]);
+}
+
+#[test]
+fn equal_prompts_end_in_their_order() {
+    let bounds = Bounds { max_running: 8, step_tokens: 256, page_len: None, prompts_first: false };
+    let jobs = (0..3).map(|_| Job { phase: Phase::Running, ..waiting(600) }).collect();
+    let mut world = World { jobs, budget: 1 << 20, bounds, asked: RefCell::new(0) };
+    let mut served = Vec::new();
+    for step in 1..=8 {
+        let states: Vec<_> = world.jobs.iter().map(Job::state).collect();
+        for (i, n) in rows(&states, &bounds, &world) {
+            (world.jobs[i].stored, world.jobs[i].served) = (world.jobs[i].stored + n, step);
+            if world.jobs[i].stored == 600 {
+                served.push(i);
+                world.jobs[i].phase = Phase::Swapped;
+            }
+        }
+    }
+    assert_eq!(served, [0, 1, 2]);
 }
 
 #[test]
