@@ -1,5 +1,5 @@
 //! What every request passes on its way in and out. In: requests; out: the same with a number of their own, or a refusal
-//! (no key, a page of another site); one log line and one count per request, when its answer has been sent or its client
+//! (no key, a page of another site, a name that is not this server's); one log line and one count per request, when its answer has been sent or its client
 //! is gone. NOT here: what is answered.
 
 use crate::api::App;
@@ -11,6 +11,7 @@ use axum::http::{HeaderMap, HeaderValue, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use http_body::{Body as HttpBody, Frame, SizeHint};
+use std::net::{Ipv4Addr, Ipv6Addr};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -141,7 +142,8 @@ pub async fn watch(State(app): State<Arc<App>>, mut request: Request, next: Next
     let mut line = Line {
         log: log.clone(),
         metrics: app.metrics.clone(),
-        method: request.method().to_string(),
+        // Any word may stand there.
+        method: request.method().as_str().chars().take(16).collect(),
         route,
         began: Instant::now(),
         status: None,
@@ -170,7 +172,28 @@ pub async fn watch(State(app): State<Arc<App>>, mut request: Request, next: Next
 /// Addresses that answer without a key: they say nothing of requests.
 const OPEN: &[&str] = &["/", "/health"];
 
+/// Whether a `Host` header means this server: `localhost`, an address, or a name of these. A page may be of a site whose
+/// name leads here, and then its browser sees one site; the name is what tells.
+fn is_ours(host: &[u8], names: &[String]) -> bool {
+    let Ok(host) = std::str::from_utf8(host) else { return false };
+    let name = match host.rsplit_once(':') {
+        Some((name, port)) if port.bytes().all(|b| b.is_ascii_digit()) => name,
+        _ => host,
+    };
+    if let Some(address) = name.strip_prefix('[').and_then(|n| n.strip_suffix(']')) {
+        return address.parse::<Ipv6Addr>().is_ok();
+    }
+    let known = |n: &str| n.eq_ignore_ascii_case(name);
+    name.parse::<Ipv4Addr>().is_ok() || known("localhost") || names.iter().any(|n| known(n))
+}
+
 fn check(app: &App, route: &str, headers: &HeaderMap) -> Result<(), ApiError> {
+    // Browsers always name the host.
+    if let Some(names) = &app.options.hosts
+        && let Some(other) = headers.get_all(header::HOST).iter().find(|host| !is_ours(host.as_bytes(), names))
+    {
+        return Err(ApiError::foreign_host(&String::from_utf8_lossy(other.as_bytes())));
+    }
     // A browser names the page that asks. Programs send no such header.
     if let Some(origin) = headers.get(header::ORIGIN) {
         let host = headers.get(header::HOST).map(HeaderValue::as_bytes);
@@ -189,4 +212,23 @@ fn check(app: &App, route: &str, headers: &HeaderMap) -> Result<(), ApiError> {
     // Compared in a time that does not tell how much of it was right.
     let right = sent.0.eq_ignore_ascii_case(b"bearer ") && bool::from(sent.1.ct_eq(key.as_bytes()));
     if right { Ok(()) } else { Err(ApiError::no_key(true)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_are_localhost_addresses_and_names_that_were_given() {
+        let names = ["kvant.lan".to_string()];
+        for ours in ["localhost", "LOCALHOST:80", "127.0.0.1", "10.0.0.7:8080", "[::1]", "[::1]:8080", "Kvant.LAN:1"] {
+            assert!(is_ours(ours.as_bytes(), &names), "{ours}");
+        }
+        for other in
+            ["", "evil.example", "localhost.evil.example:8080", "127.0.0.1.evil.example", "kvant", "[evil]", "::1:x"]
+        {
+            assert!(!is_ours(other.as_bytes(), &names), "{other}");
+        }
+        assert!(!is_ours(b"\xff", &names));
+    }
 }

@@ -13,6 +13,7 @@ mod options;
 mod page;
 mod serve;
 mod status;
+mod unread;
 mod worker;
 
 #[doc(hidden)]

@@ -17,6 +17,7 @@ pub struct Metrics {
     recorder: PrometheusRecorder,
     handle: PrometheusHandle,
     cancelled: Counter,
+    failed: Counter,
     queue: Histogram,
     first: Histogram,
     next: Histogram,
@@ -30,7 +31,7 @@ impl Metrics {
             .expect("there are bounds")
             .build_recorder();
         let handle = recorder.handle();
-        let cancelled = metrics::with_local_recorder(&recorder, || {
+        let [cancelled, failed] = metrics::with_local_recorder(&recorder, || {
             describe_counter!("kvant_http_requests_total", "Requests by route and status; 499: the client went away.");
             describe_counter!("kvant_requests_finished_total", "Requests that ended, by reason.");
             describe_counter!("kvant_prompt_tokens_total", "Tokens of prompts that were started.");
@@ -52,10 +53,10 @@ impl Metrics {
             describe_gauge!("kvant_prefix_hit_rate", "Part of all prompt tokens that shared pages had already.");
             describe_gauge!("kvant_tokens_per_second", "Tokens per second over the newest five seconds.");
             // So that their series are there, at zero, before the first request.
-            for reason in [FinishReason::Stop.as_str(), FinishReason::Length.as_str(), CANCELLED] {
+            for reason in [FinishReason::Stop.as_str(), FinishReason::Length.as_str(), CANCELLED, FAILED] {
                 counter!("kvant_requests_finished_total", "reason" => reason).increment(0);
             }
-            counter!("kvant_requests_finished_total", "reason" => CANCELLED)
+            [CANCELLED, FAILED].map(|reason| counter!("kvant_requests_finished_total", "reason" => reason))
         });
         let [queue, first, next] = metrics::with_local_recorder(&recorder, || {
             [
@@ -64,7 +65,7 @@ impl Metrics {
                 histogram!("kvant_inter_token_seconds"),
             ]
         });
-        Self { recorder, handle, cancelled, queue, first, next }
+        Self { recorder, handle, cancelled, failed, queue, first, next }
     }
 
     /// An HTTP request was answered, or its client went away.
@@ -99,6 +100,11 @@ impl Metrics {
     /// A client went away.
     pub fn cancelled(&self) {
         self.cancelled.increment(1);
+    }
+
+    /// A request was under way and does not end: the engine failed, or the server goes away.
+    pub fn failed(&self) {
+        self.failed.increment(1);
     }
 
     /// Moves what histograms gathered into their buckets: it would pile up where nobody asks for it.
@@ -152,3 +158,5 @@ impl Metrics {
 
 /// Reason of requests whose client went away.
 const CANCELLED: &str = "cancelled";
+/// Reason of requests that were given up for an error.
+const FAILED: &str = "failed";

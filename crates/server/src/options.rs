@@ -19,8 +19,15 @@ pub struct Options {
     pub drain: Duration,
     /// Largest body of a request.
     pub max_body_bytes: usize,
+    /// Bytes of all bodies that are being read at once; who sends more is answered 429.
+    pub max_bodies_bytes: usize,
     /// How long a client may take to send its body.
     pub body_timeout: Duration,
+    /// How long a client may leave what it is sent unread before its connection is closed.
+    pub unread_timeout: Duration,
+    /// Names for this server that requests may have in `Host`, besides `localhost` and addresses; None: any. Keeps pages of
+    /// sites whose name leads here from asking in the name of whoever looks at them.
+    pub hosts: Option<Vec<String>>,
     /// Whether prompts are written to the log.
     pub log_prompts: bool,
 }
@@ -36,7 +43,10 @@ impl Options {
             api_key: None,
             drain: Duration::from_secs(30),
             max_body_bytes: 4 << 20,
+            max_bodies_bytes: 256 << 20,
             body_timeout: Duration::from_secs(30),
+            unread_timeout: Duration::from_secs(60),
+            hosts: Some(Vec::new()),
             log_prompts: false,
         }
     }

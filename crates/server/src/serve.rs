@@ -1,5 +1,6 @@
 //! Connections. In: a listener and a future that says when to stop; out: nothing, when every connection has ended or the
-//! time for that is over. Headers that do not come and connections beyond a number are not waited for.
+//! time for that is over. Headers that do not come, answers that are not read (unread.rs) and connections beyond a number are
+//! not waited for.
 //! NOT here: routes (api/), signals (the program).
 
 use crate::admission::Admission;
@@ -7,6 +8,7 @@ use crate::api::{self, App};
 use crate::metrics::Metrics;
 use crate::options::Options;
 use crate::status::{Figures, Shared};
+use crate::unread::Unread;
 use crate::worker::Worker;
 use axum::Router;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -56,12 +58,15 @@ impl Server {
     /// # Errors
     /// [`ServeError::Thread`].
     pub fn new(engine: Engine, model: Arc<LoadedModel>, options: Options) -> Result<Self, ServeError> {
-        let admission = Arc::new(Admission::new(options.max_running, options.max_waiting));
+        // The largest body is always read.
+        let bodies = options.max_bodies_bytes.max(options.max_body_bytes);
+        let admission = Arc::new(Admission::new(options.max_running, options.max_waiting, bodies));
         let (metrics, shared) = (Arc::new(Metrics::new()), Arc::new(Shared::new(Figures::of(&engine))));
         let (worker, thread) =
             Worker::start(engine, admission.clone(), metrics.clone(), shared.clone()).map_err(ServeError::Thread)?;
         let (draining, created) = (AtomicBool::new(false), api::answer::now());
-        let app = App { model, options, worker, admission, metrics, shared, draining, created };
+        let longest_token = api::prompts::longest_token(&model);
+        let app = App { model, options, worker, admission, metrics, shared, draining, longest_token, created };
         Ok(Self { app: Arc::new(app), thread: Some(thread) })
     }
 
@@ -82,6 +87,7 @@ impl Server {
         let mut upkeep = tokio::time::interval(UPKEEP);
         let mut stop = std::pin::pin!(stop);
         let mut http = hyper::server::conn::http1::Builder::new();
+        let unread = self.app.options.unread_timeout;
         http.timer(TokioTimer::new()).header_read_timeout(HEADERS);
         let accept = async || {
             let permit = connections.clone().acquire_owned().await;
@@ -95,7 +101,7 @@ impl Server {
                         // Small frames of a stream are sent when they are there.
                         let _ = stream.set_nodelay(true);
                         let service = TowerToHyperService::new(router.clone());
-                        let connection = graceful.watch(http.serve_connection(TokioIo::new(stream), service));
+                        let connection = graceful.watch(http.serve_connection(TokioIo::new(Unread::new(stream, unread)), service));
                         tokio::spawn(async move {
                             // What a connection ends with is its client's business.
                             let _ = connection.await;

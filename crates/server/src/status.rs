@@ -1,4 +1,4 @@
-//! Figures of the server at one moment. In: what the worker saw after its newest step; out: the JSON of `/status`, which
+//! Figures of the server at one moment. In: what the worker saw after one of its newest steps; out: the JSON of `/status`, which
 //! the page shows, and the numbers that `/metrics` renders. NOT here: histograms and totals (metrics.rs).
 
 use kvant_engine::{Engine, Status};

@@ -1,8 +1,9 @@
 //! The thread that owns the engine. In: groups of requests and words to stop, over a bounded channel; out: events of each
-//! group over a channel of its own (its requests' `max_tokens` bound it), and figures after every step.
+//! group over a channel of its own (its requests' `max_tokens` bound it), and figures: some times a second, and whenever a
+//! request ended.
 //!
 //! A group whose receiver is gone is cancelled before the next step. An engine's error fails every request that it
-//! dropped, and the thread goes on.
+//! dropped, a panic fails all there are, and the thread goes on.
 //! NOT here: HTTP, JSON, who may come in (admission.rs).
 
 use crate::admission::{Admission, Places};
@@ -10,6 +11,7 @@ use crate::metrics::Metrics;
 use crate::status::{Figures, Shared};
 use kvant_engine::{Engine, Error, Event, FinishReason, Request, TokenLogprobs};
 use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender, error::TryRecvError};
@@ -100,9 +102,10 @@ impl Worker {
     ) -> std::io::Result<(Self, std::thread::JoinHandle<()>)> {
         // A group holds one place at least, so this many groups at most are on their way; one more word is to stop.
         let (commands, received) = mpsc::channel(admission.places() + 2);
-        let thread = std::thread::Builder::new()
-            .name("engine".into())
-            .spawn(move || Loop { engine, live: HashMap::new(), admission, metrics, shared }.run(received))?;
+        let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
+            let published = Published { at: Instant::now(), tokens: 0 };
+            Loop { engine, live: HashMap::new(), admission, metrics, shared, published }.run(received);
+        })?;
         Ok((Self { commands }, thread))
     }
 
@@ -156,8 +159,16 @@ impl Live {
     }
 }
 
-/// An answer that does not fit is made shorter by one part of so many, again and again.
+/// An answer that does not fit is made shorter by one part of so many at least.
 const SHORTER: usize = 16;
+/// Times that it is made shorter before it gets one token.
+const TRIES: usize = 12;
+
+/// How often figures are published while nothing ends: they cost a look at every layer of every request.
+const FIGURES: Duration = Duration::from_millis(100);
+
+/// What the client reads when the engine panics. The words of a panic may quote a prompt.
+const PANICKED: &str = "it came to a state that it does not know";
 
 /// How long an engine that has requests but nothing to do for them is left alone.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -168,6 +179,13 @@ struct Loop {
     admission: Arc<Admission>,
     metrics: Arc<Metrics>,
     shared: Arc<Shared>,
+    published: Published,
+}
+
+/// When figures were published, and tokens since.
+struct Published {
+    at: Instant,
+    tokens: usize,
 }
 
 impl Loop {
@@ -195,14 +213,17 @@ impl Loop {
 
     /// Adds all requests of a group or none.
     fn add(&mut self, submission: Submission) {
-        let Submission { requests, exact, replies, places, arrived } = submission;
+        let Submission { mut requests, exact, replies, places, arrived } = submission;
         if replies.is_closed() {
             return self.metrics.cancelled();
         }
         let group = Arc::new(Group { replies, _places: places, arrived });
         let mut numbers = Vec::with_capacity(requests.len());
-        for request in requests {
-            match self.add_one(request, exact) {
+        if !exact {
+            numbers.extend(self.fit(&mut requests));
+        }
+        for request in requests.into_iter().skip(numbers.len()) {
+            match self.engine.add(request) {
                 Ok(number) => numbers.push(number),
                 Err(error) => {
                     for number in numbers {
@@ -219,17 +240,23 @@ impl Loop {
         }
     }
 
-    /// Adds a request. One that leaves the length of its answer to the server gets as many tokens as the memory has room for.
-    fn add_one(&mut self, mut request: Request, exact: bool) -> Result<usize, Error> {
-        loop {
-            match self.engine.add(request.clone()) {
-                Err(Error::NeverFits { .. }) if !exact && request.max_tokens > 1 => {
-                    // What tokens take is the engine's to say: a little less, until it agrees.
-                    request.max_tokens -= request.max_tokens.div_ceil(SHORTER);
+    /// Makes the answers of a group, all to one prompt, as long as there is memory for. The number of the first, if the
+    /// engine took it.
+    fn fit(&mut self, requests: &mut [Request]) -> Option<usize> {
+        let first = requests.first()?;
+        let (mut number, longest) = (None, first.max_tokens);
+        let max_tokens = shorten(longest, |max_tokens| {
+            match self.engine.add(Request { max_tokens, ..first.clone() }) {
+                Err(Error::NeverFits { tokens, need, budget, .. }) => Some(Refused { tokens, need, budget }),
+                // What is wrong besides is said when it is added.
+                taken => {
+                    number = taken.ok();
+                    None
                 }
-                other => return other,
             }
-        }
+        });
+        requests.iter_mut().for_each(|request| request.max_tokens = max_tokens);
+        number
     }
 
     fn cancel(&mut self, number: usize) {
@@ -251,38 +278,57 @@ impl Loop {
             self.metrics.cancelled();
             self.cancel(number);
         }
-        self.publish(0);
+        self.publish();
     }
 
     fn step(&mut self) {
         let began = Instant::now();
-        match self.engine.step() {
-            Ok(events) => {
-                let idle = events.is_empty();
-                let tokens = events.iter().filter(|e| matches!(e, Event::Token { .. })).count();
-                // Outcomes repeat what the events say; taking them frees what the cache holds.
-                if let Err(error) = self.engine.take_finished() {
-                    return self.failed(&error);
-                }
-                // Whoever has an answer finds it in the figures.
-                self.publish(tokens);
-                events.into_iter().for_each(|event| self.tell(event, began));
-                if idle {
-                    std::thread::sleep(PAUSE);
-                }
-            }
-            Err(error) => self.failed(&error),
+        let step = || {
+            let events = self.engine.step()?;
+            // Outcomes repeat what the events say; taking them frees what the cache holds.
+            self.engine.take_finished()?;
+            Ok::<_, Error>(events)
+        };
+        // After a panic nothing that the engine holds is looked at again: `panicked` drops it all.
+        let events = match catch_unwind(AssertUnwindSafe(step)) {
+            Ok(Ok(events)) => events,
+            Ok(Err(error)) => return self.failed(&error.to_string()),
+            Err(_) => return self.panicked(),
+        };
+        self.published.tokens += events.iter().filter(|e| matches!(e, Event::Token { .. })).count();
+        let ended = |e: &Event| matches!(e, Event::Finished { .. } | Event::Failed { .. });
+        // Whoever has an answer finds it in the figures.
+        if events.iter().any(ended) || self.published.at.elapsed() >= FIGURES {
+            self.publish();
+        }
+        let idle = events.is_empty();
+        events.into_iter().for_each(|event| self.tell(event, began));
+        if idle {
+            std::thread::sleep(PAUSE);
         }
     }
 
-    fn failed(&mut self, error: &Error) {
-        tracing::error!(%error, requests = self.live.len(), "the engine failed; its requests are answered with an error");
-        self.fail_all(&Failed::Engine(error.to_string()));
-        self.publish(0);
+    fn failed(&mut self, error: &str) {
+        tracing::error!(
+            error,
+            requests = self.live.len(),
+            "the engine failed; its requests are answered with an error"
+        );
+        // Before anyone is told: whoever has an answer finds it in the figures.
+        self.publish();
+        self.fail_all(&Failed::Engine(error.into()));
+    }
+
+    fn panicked(&mut self) {
+        match self.engine.clear() {
+            Ok(()) => self.failed(PANICKED),
+            Err(error) => self.failed(&error.to_string()),
+        }
     }
 
     fn fail_all(&mut self, why: &Failed) {
         for (_, live) in self.live.drain() {
+            self.metrics.failed();
             live.send(Reply::Failed(why.clone()));
         }
     }
@@ -310,6 +356,7 @@ impl Loop {
             Event::Failed { request, why } => {
                 let Some(live) = self.live.remove(&request) else { return };
                 tracing::error!(why, "a request failed");
+                self.metrics.failed();
                 live.send(Reply::Failed(Failed::Engine(why)));
             }
             Event::Finished { request, reason, text } => {
@@ -321,7 +368,70 @@ impl Loop {
         }
     }
 
-    fn publish(&self, tokens: usize) {
-        self.shared.publish(Figures::of(&self.engine), tokens);
+    fn publish(&mut self) {
+        self.shared.publish(Figures::of(&self.engine), self.published.tokens);
+        self.published = Published { at: Instant::now(), tokens: 0 };
+    }
+}
+
+/// Tokens of an answer that `fits` does not refuse for want of memory, `most` or not much fewer than there could be; 1 where
+/// none are found. Each look costs as much as a prompt, so there are few.
+fn shorten(mut most: usize, mut fits: impl FnMut(usize) -> Option<Refused>) -> usize {
+    let mut before: Option<Refused> = None;
+    for _ in 0..TRIES {
+        let Some(now) = fits(most) else { return most };
+        let Refused { tokens, need, budget } = now;
+        let prompt = (tokens + 1).saturating_sub(most);
+        let over = need.saturating_sub(budget) as f64;
+        // On the line through the two newest looks, or through nothing. What tokens take is the engine's to say, and blocks
+        // make steps in it: so a little less each time, until it agrees.
+        let fewer = match before {
+            Some(b) if b.tokens > tokens && b.need > need => over * (b.tokens - tokens) as f64 / (b.need - need) as f64,
+            _ => over * tokens as f64 / need.max(1) as f64,
+        };
+        let left = tokens.saturating_sub(fewer as usize);
+        most = (left + 1).saturating_sub(prompt).min(most - most.div_ceil(SHORTER)).max(1);
+        if most == 1 {
+            break;
+        }
+        before = Some(now);
+    }
+    1
+}
+
+/// What the engine says of tokens that never fit.
+struct Refused {
+    tokens: usize,
+    need: usize,
+    budget: usize,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_is_shortened_in_few_looks_and_not_by_much() {
+        // Bytes as caches take them: something that is always there, and blocks of tokens.
+        for (fixed, per_block, prompt) in [(0, 1000, 10), (200_000, 1000, 10), (64_000, 4000, 3000), (0, 7, 8191)] {
+            let need = |most: usize| fixed + (prompt + most - 1).div_ceil(32) * per_block;
+            for budget in [need(1), need(1) + 100 * per_block, need(4000), need(4000) + 1] {
+                let mut looks = 0;
+                let most = shorten(8192, |most| {
+                    looks += 1;
+                    let (tokens, need) = (prompt + most - 1, need(most));
+                    (need > budget).then_some(Refused { tokens, need, budget })
+                });
+                let best = (1..=8192).rev().find(|&most| need(most) <= budget).unwrap_or(1);
+                assert!(looks <= TRIES && most <= best, "{looks} looks: {most} of {best}");
+                // A block of 32 tokens and its neighbour.
+                assert!(
+                    most * 4 >= best || best <= 64,
+                    "{most} of {best} tokens, {fixed} {per_block} {prompt} {budget}"
+                );
+            }
+        }
+        // What never fits is the engine's to refuse.
+        assert_eq!(shorten(8192, |most| Some(Refused { tokens: most, need: 2, budget: 1 })), 1);
     }
 }

@@ -1,4 +1,4 @@
-//! From requests to an answer. In: a job and its places; out: one JSON object when all of it is done, or a stream of events
+//! From requests to an answer. In: what a body asks for; out: one JSON object when all of it is done, or a stream of events
 //! (stream.rs). The receiver of the worker's replies lives in the answer: a client that goes away takes it along, and the
 //! worker cancels. NOT here: reading bodies, decoding.
 
@@ -6,9 +6,9 @@ use super::App;
 use super::errors::ApiError;
 use super::logprobs::{self, Lists};
 use super::parameters::Parameters;
+use super::prompts::Prompt;
 use super::stream;
 use crate::access::Log;
-use crate::admission::Places;
 use crate::worker::{Failed, Reply};
 use axum::Json;
 use axum::response::{IntoResponse, Response};
@@ -28,30 +28,22 @@ pub enum Kind {
     Chat,
 }
 
-/// Prompts as tokens, and how to answer them.
-#[derive(Debug)]
-pub struct Job {
-    kind: Kind,
+/// What a body asks for.
+pub struct Asked {
+    /// Which of the API's two.
+    pub kind: Kind,
     /// Field that holds the prompts, for errors.
-    field: &'static str,
-    prompts: Vec<Vec<u32>>,
-    default_most: usize,
-    logprobs: Option<usize>,
-    parameters: Parameters,
-}
-
-impl Job {
-    /// A job; `default_most` tokens where the parameters have no number.
-    pub fn new(
-        kind: Kind,
-        field: &'static str,
-        prompts: Vec<Vec<u32>>,
-        default_most: usize,
-        logprobs: Option<usize>,
-        parameters: Parameters,
-    ) -> Self {
-        Self { kind, field, prompts, default_most, logprobs, parameters }
-    }
+    pub field: &'static str,
+    /// The model's name.
+    pub model: Option<String>,
+    /// Each is answered.
+    pub prompts: Vec<Prompt>,
+    /// Tokens where the parameters have no number.
+    pub default_most: usize,
+    /// Most likely tokens to name beside each token.
+    pub logprobs: Option<usize>,
+    /// How to answer.
+    pub parameters: Parameters,
 }
 
 /// What every object of one answer repeats, and what it has counted.
@@ -70,15 +62,35 @@ pub struct Answer {
     pub(super) left: usize,
 }
 
-/// Hands the job to the worker and waits until it is taken, then for the answer or its stream.
+/// Checks what is asked for, makes tokens of the prompts, hands them to the worker and waits until they are taken, then for
+/// the answer or its stream.
 ///
 /// # Errors
-/// [`ApiError`] for what the engine refuses, and for an engine that fails before the answer begins.
-pub async fn answer(app: Arc<App>, log: Log, job: Job, places: Places, arrived: Instant) -> Result<Response, ApiError> {
-    let Job { kind, field, prompts, default_most, logprobs, parameters } = job;
+/// [`ApiError`] for what cannot be answered, and for an engine that fails before the answer begins.
+pub async fn answer(app: Arc<App>, log: Log, asked: Asked, arrived: Instant) -> Result<Response, ApiError> {
+    let Asked { kind, field, model, prompts, default_most, logprobs, parameters } = asked;
+    app.check_model(model)?;
+    let context = app.model.config().context;
+    let places = app.enter(prompts.len() * parameters.n, if prompts.len() > 1 { field } else { "n" })?;
+    prompts.iter().try_for_each(|prompt| prompt.check(field, context, app.longest_token))?;
+    if app.options.log_prompts {
+        let words = prompts.iter().map(Prompt::words).collect::<Vec<_>>().join("\n---\n");
+        log.note(|n| n.prompt = Some(words));
+    }
+    let model = app.model.clone();
+    // Splitting a long text takes a while: other connections are not to wait for it.
+    let tokens = move || prompts.into_iter().map(|prompt| prompt.tokens(&model)).collect::<Result<Vec<_>, _>>();
+    let prompts = tokio::task::spawn_blocking(tokens)
+        .await
+        // A panic's words may quote the text.
+        .map_err(|_| ApiError::internal("the tokenizer failed"))?
+        .map_err(|e| ApiError::of_engine(&e, field))?;
+    if let Some(long) = prompts.iter().find(|prompt| prompt.len() > context) {
+        // Before every choice has a copy of it.
+        return Err(ApiError::too_many_tokens(field, long.len(), context));
+    }
     let prompt_tokens = prompts.iter().map(Vec::len).sum();
     log.note(|n| n.prompt_tokens = prompt_tokens);
-    let context = app.model.config().context;
     let requests: Vec<_> =
         prompts.iter().flat_map(|p| parameters.requests(p, context, default_most, logprobs)).collect();
     let choices = requests.len();

@@ -1,10 +1,11 @@
 //! `/v1/chat/completions`. In: messages; out: the assistant's next one. The model's own chat template puts them together.
 //! NOT here: shared fields (parameters.rs), waiting for the engine (answer.rs, stream.rs).
 
-use super::answer::{Job, Kind, answer};
+use super::answer::{Asked, Kind};
 use super::errors::ApiError;
 use super::fields::{Fields, empty};
 use super::parameters::{MOST_LOGPROBS, Parameters};
+use super::prompts::Prompt;
 use super::{App, Arrival, Logged, logged};
 use axum::Extension;
 use axum::extract::{Request, State};
@@ -16,35 +17,7 @@ use std::sync::Arc;
 /// `POST /v1/chat/completions`
 pub async fn handle(State(app): State<Arc<App>>, Extension(log): Logged, request: Request) -> Response {
     let arrival = Arrival::new(app, log.clone(), request);
-    logged(&log, chat(arrival).await)
-}
-
-async fn chat(arrival: Arrival) -> Result<Response, ApiError> {
-    let Arrival { app, log, arrived, body } = arrival;
-    let Asked { model, messages, parameters, logprobs } = parse(app.fields(body).await?)?;
-    app.check_model(model)?;
-    let places = app.enter(parameters.n, "n")?;
-    if app.options.log_prompts {
-        let said = messages.iter().map(|m| format!("{}: {}", m.role, m.content)).collect::<Vec<_>>().join("\n");
-        log.note(|n| n.prompt = Some(said));
-    }
-    let model = app.model.clone();
-    // Splitting a long text takes a while: other connections are not to wait for it.
-    let tokens = tokio::task::spawn_blocking(move || model.encode_chat(&messages))
-        .await
-        .map_err(|e| ApiError::internal(format!("the tokenizer failed: {e}")))?
-        .map_err(|e| ApiError::of_engine(&e, "messages"))?;
-    let most = app.model.config().context;
-    let job = Job::new(Kind::Chat, "messages", vec![tokens], most, logprobs, parameters);
-    answer(app, log, job, places, arrived).await
-}
-
-/// What a body asks for.
-struct Asked {
-    model: Option<String>,
-    messages: Vec<Message>,
-    parameters: Parameters,
-    logprobs: Option<usize>,
+    logged(&log, arrival.answer(parse).await)
 }
 
 fn parse(mut fields: Fields) -> Result<Asked, ApiError> {
@@ -54,7 +27,16 @@ fn parse(mut fields: Fields) -> Result<Asked, ApiError> {
     let logprobs = logprobs(&mut fields)?;
     refuse(&mut fields)?;
     fields.end()?;
-    Ok(Asked { model, messages, parameters, logprobs })
+    Ok(Asked {
+        kind: Kind::Chat,
+        field: "messages",
+        model,
+        prompts: vec![Prompt::Chat(messages)],
+        // As many as there is room for.
+        default_most: usize::MAX,
+        logprobs,
+        parameters,
+    })
 }
 
 /// Whether a body is a request that could be answered.
@@ -120,6 +102,11 @@ fn message(at: &str, value: Value) -> Result<Message, ApiError> {
         }
     };
     let content = content(&format!("{at}.content"), message.remove("content"))?;
+    // Whose message it is: part of the API, and of no template here.
+    match message.remove("name") {
+        None | Some(Value::Null | Value::String(_)) => {}
+        Some(_) => return Err(ApiError::field(&format!("{at}.name"), "must be a text")),
+    }
     end(at, &message)?;
     Ok(Message { role, content })
 }
@@ -151,6 +138,9 @@ fn content(at: &str, value: Option<Value>) -> Result<String, ApiError> {
 fn end(at: &str, rest: &Map<String, Value>) -> Result<(), ApiError> {
     match rest.iter().find(|(_, v)| !empty(v)) {
         None => Ok(()),
-        Some((name, _)) => Err(ApiError::unsupported(&format!("{at}.{name}"), "this server does not support it")),
+        Some((name, _)) => {
+            let error = ApiError::unknown(&format!("{at}."), name, "this server does not support it");
+            Err(error.coded("unsupported_parameter"))
+        }
     }
 }

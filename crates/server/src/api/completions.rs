@@ -1,10 +1,11 @@
 //! `/v1/completions`. In: prompts as text or tokens, several of them or one; out: their continuations.
 //! NOT here: shared fields (parameters.rs), waiting for the engine (answer.rs, stream.rs).
 
-use super::answer::{Job, Kind, answer};
+use super::answer::{Asked, Kind};
 use super::errors::ApiError;
 use super::fields::{Fields, empty};
 use super::parameters::{MOST_LOGPROBS, Parameters};
+use super::prompts::Prompt;
 use super::{App, Arrival, Logged, logged};
 use axum::Extension;
 use axum::extract::{Request, State};
@@ -15,52 +16,10 @@ use std::sync::Arc;
 /// Tokens of a completion that names no number, as the API has it.
 const DEFAULT_MOST: usize = 16;
 
-enum Prompt {
-    Text(String),
-    Tokens(Vec<u32>),
-}
-
 /// `POST /v1/completions`
 pub async fn handle(State(app): State<Arc<App>>, Extension(log): Logged, request: Request) -> Response {
     let arrival = Arrival::new(app, log.clone(), request);
-    logged(&log, complete(arrival).await)
-}
-
-async fn complete(arrival: Arrival) -> Result<Response, ApiError> {
-    let Arrival { app, log, arrived, body } = arrival;
-    let Asked { model, prompts, parameters, logprobs } = parse(app.fields(body).await?)?;
-    app.check_model(model)?;
-    let places = app.enter(prompts.len() * parameters.n, if prompts.len() > 1 { "prompt" } else { "n" })?;
-    if app.options.log_prompts {
-        let text = |p: &Prompt| match p {
-            Prompt::Text(text) => text.clone(),
-            Prompt::Tokens(tokens) => format!("{tokens:?}"),
-        };
-        log.note(|n| n.prompt = Some(prompts.iter().map(text).collect::<Vec<_>>().join("\n---\n")));
-    }
-    let model = app.model.clone();
-    // Splitting a long text takes a while: other connections are not to wait for it.
-    let tokens = move || -> Result<Vec<Vec<u32>>, kvant_engine::Error> {
-        let one = |p: Prompt| match p {
-            Prompt::Text(text) => model.encode(&text),
-            Prompt::Tokens(tokens) => Ok(tokens),
-        };
-        prompts.into_iter().map(one).collect()
-    };
-    let tokens = tokio::task::spawn_blocking(tokens)
-        .await
-        .map_err(|e| ApiError::internal(format!("the tokenizer failed: {e}")))?
-        .map_err(|e| ApiError::of_engine(&e, "prompt"))?;
-    let job = Job::new(Kind::Completion, "prompt", tokens, DEFAULT_MOST, logprobs, parameters);
-    answer(app, log, job, places, arrived).await
-}
-
-/// What a body asks for.
-struct Asked {
-    model: Option<String>,
-    prompts: Vec<Prompt>,
-    parameters: Parameters,
-    logprobs: Option<usize>,
+    logged(&log, arrival.answer(parse).await)
 }
 
 fn parse(mut fields: Fields) -> Result<Asked, ApiError> {
@@ -72,7 +31,8 @@ fn parse(mut fields: Fields) -> Result<Asked, ApiError> {
     fields.refuse("suffix", |v| v.as_str() == Some(""))?;
     fields.refuse("best_of", |v| v.as_u64() == Some(parameters.n as u64))?;
     fields.end()?;
-    Ok(Asked { model, prompts, parameters, logprobs })
+    let (kind, field) = (Kind::Completion, "prompt");
+    Ok(Asked { kind, field, model, prompts, default_most: DEFAULT_MOST, logprobs, parameters })
 }
 
 /// Whether a body is a request that could be answered.

@@ -19,6 +19,8 @@ pub struct ApiError {
     pub kind: &'static str,
     /// The field that is wrong.
     pub param: Option<String>,
+    /// The same for the log, where what a client made up has no place.
+    pub for_log: Option<String>,
     /// Finer than the class.
     pub code: Option<&'static str>,
     /// Seconds after which the same request may be tried again.
@@ -27,9 +29,22 @@ pub struct ApiError {
 
 const INVALID: &str = "invalid_request_error";
 
+/// Longest name of a client's that a message repeats, in characters.
+const LONGEST_NAME: usize = 80;
+/// Longest reason, which may quote a value.
+const LONGEST_WHY: usize = 400;
+
+/// The beginning of a text: what a client sent comes back to be recognized, and not whole.
+fn short(text: &str, most: usize) -> String {
+    match text.char_indices().nth(most) {
+        None => text.to_string(),
+        Some((end, _)) => format!("{}..", &text[..end]),
+    }
+}
+
 impl ApiError {
     fn new(status: StatusCode, kind: &'static str, message: impl Into<String>) -> Self {
-        Self { status, message: message.into(), kind, param: None, code: None, retry_after_s: None }
+        Self { status, message: message.into(), kind, param: None, for_log: None, code: None, retry_after_s: None }
     }
 
     /// A request that cannot be read, or whose parts do not go together.
@@ -39,7 +54,27 @@ impl ApiError {
 
     /// A field with a value that it does not take; the sentence begins with its name.
     pub fn field(name: &str, why: impl std::fmt::Display) -> Self {
-        Self { param: Some(name.to_string()), ..Self::invalid(format!("{name}: {why}")) }
+        let why = short(&why.to_string(), LONGEST_WHY);
+        let (param, for_log) = (Some(name.to_string()), Some(name.to_string()));
+        Self { param, for_log, ..Self::invalid(format!("{name}: {why}")) }
+    }
+
+    /// A field that nobody knows, `at` some place with its separator: its name is the client's own words.
+    pub fn unknown(at: &str, name: &str, why: impl std::fmt::Display) -> Self {
+        let full = format!("{at}{}", short(name, LONGEST_NAME));
+        Self { for_log: Some(format!("{at}unknown")), ..Self::field(&full, why) }
+    }
+
+    /// A prompt of more tokens than a context holds.
+    pub fn too_many_tokens(prompt: &str, tokens: usize, context: usize) -> Self {
+        let why = format!("{tokens} tokens are more than the {context} that this model's context holds");
+        Self::field(prompt, why).coded("context_length_exceeded")
+    }
+
+    /// A prompt that is too long whatever its tokens are.
+    pub fn too_many_bytes(prompt: &str, bytes: usize, context: usize) -> Self {
+        let why = format!("{bytes} bytes are more than {context} tokens, this model's context, can hold");
+        Self::field(prompt, why).coded("context_length_exceeded")
     }
 
     /// A field that this server does not have, and that would change the answer.
@@ -54,13 +89,15 @@ impl ApiError {
 
     /// No such model.
     pub fn no_model(asked: &str, there: &str) -> Self {
+        let asked = short(asked, LONGEST_NAME);
         let message = format!("model: there is no model `{asked}` here; this server has `{there}`");
         let e = Self::new(StatusCode::NOT_FOUND, INVALID, message).coded("model_not_found");
-        Self { param: Some("model".into()), ..e }
+        Self { param: Some("model".into()), for_log: Some("model".into()), ..e }
     }
 
     /// No such address.
     pub fn no_route(method: &str, path: &str) -> Self {
+        let (method, path) = (short(method, LONGEST_NAME), short(path, LONGEST_NAME));
         let message = format!(
             "there is no {method} {path} here; GET /v1/models, POST /v1/completions and /v1/chat/completions are"
         );
@@ -69,6 +106,7 @@ impl ApiError {
 
     /// The address takes other methods.
     pub fn no_method(method: &str, path: &str) -> Self {
+        let (method, path) = (short(method, LONGEST_NAME), short(path, LONGEST_NAME));
         let message = format!("{path} does not take the method {method}");
         Self::new(StatusCode::METHOD_NOT_ALLOWED, INVALID, message).coded("method_not_allowed")
     }
@@ -84,8 +122,17 @@ impl ApiError {
 
     /// A page of another site asks through a browser.
     pub fn foreign_page(origin: &str) -> Self {
+        let origin = short(origin, LONGEST_NAME);
         let message = format!("requests from pages of another site ({origin}) are not answered");
         Self::new(StatusCode::FORBIDDEN, INVALID, message).coded("cross_origin")
+    }
+
+    /// A name for this server that it was not told of: an address of somebody's site may lead here.
+    pub fn foreign_host(host: &str) -> Self {
+        let host = short(host, LONGEST_NAME);
+        let message =
+            format!("this server is not called {host}; ask for localhost or its address, or let it know the name");
+        Self::new(StatusCode::FORBIDDEN, INVALID, message).coded("host_not_allowed")
     }
 
     /// A body over the limit.
@@ -115,10 +162,7 @@ impl ApiError {
     /// What the engine says of a request, or of a step.
     pub fn of_engine(error: &Error, prompt: &str) -> Self {
         match error {
-            Error::PromptTooLong { tokens, context, .. } => {
-                let why = format!("{tokens} tokens are more than the {context} that this model's context holds");
-                Self::field(prompt, why).coded("context_length_exceeded")
-            }
+            Error::PromptTooLong { tokens, context, .. } => Self::too_many_tokens(prompt, *tokens, *context),
             Error::PromptTooLarge { .. } => Self::field(prompt, error).coded("context_length_exceeded"),
             Error::NeverFits { tokens, need, budget, .. } => {
                 let why = format!(
@@ -136,12 +180,12 @@ impl ApiError {
     }
 
     /// What the log says of it. Sentences about a request quote what it says, which may be somebody's prompt: of those the
-    /// log has field and code.
+    /// log has the field, where it is one that this server knows, and the code.
     pub fn words_for_log(&self) -> String {
         if self.status.is_server_error() {
             return self.message.clone();
         }
-        [self.param.as_deref(), self.code].into_iter().flatten().collect::<Vec<_>>().join(" ")
+        [self.for_log.as_deref(), self.code].into_iter().flatten().collect::<Vec<_>>().join(" ")
     }
 
     /// The body, which is also what a stream sends when it fails midway.
@@ -172,5 +216,29 @@ impl IntoResponse for ApiError {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_and_values_of_a_client_are_shortened_and_its_own_names_are_not_logged() {
+        let long = "secret ".repeat(100_000);
+        for e in [
+            ApiError::unknown("messages[0].", &long, "there is no such field here"),
+            ApiError::field("seed", format!("must be a whole number, got {long}")),
+            ApiError::no_model(&long, "tiny"),
+            ApiError::no_route("GET", &long),
+            ApiError::no_method(&long, "/"),
+            ApiError::foreign_page(&long),
+            ApiError::foreign_host(&long),
+        ] {
+            assert!(e.body().to_string().len() < 1200, "{}", e.body());
+            assert!(!e.words_for_log().contains("secret"), "{}", e.words_for_log());
+        }
+        assert_eq!(ApiError::unknown("messages[0].", "x", "no").words_for_log(), "messages[0].unknown");
+        assert_eq!(short("\u{e4}\u{f6}\u{fc}", 2), "\u{e4}\u{f6}..");
     }
 }

@@ -102,7 +102,7 @@ impl Fields {
     pub fn end(self) -> Result<(), ApiError> {
         match self.left.keys().next() {
             None => Ok(()),
-            Some(name) => Err(ApiError::field(name, "there is no such field here").coded("unknown_parameter")),
+            Some(name) => Err(ApiError::unknown("", name, "there is no such field here").coded("unknown_parameter")),
         }
     }
 }

@@ -10,15 +10,17 @@ mod fields;
 mod logprobs;
 mod models;
 mod parameters;
+pub(crate) mod prompts;
 mod stream;
 
 use crate::access::{self, Log};
-use crate::admission::{Admission, Places};
+use crate::admission::{Admission, Places, Reading};
 use crate::metrics::Metrics;
 use crate::options::Options;
 use crate::page;
 use crate::status::Shared;
 use crate::worker::Worker;
+use answer::Asked;
 use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::http::{Method, StatusCode, Uri, header};
@@ -28,6 +30,7 @@ use axum::{Extension, Json, Router, middleware};
 use errors::ApiError;
 use fields::Fields;
 use http_body::Body as _;
+use http_body_util::BodyExt as _;
 use kvant_engine::LoadedModel;
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -43,6 +46,8 @@ pub struct App {
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) shared: Arc<Shared>,
     pub(crate) draining: AtomicBool,
+    /// Bytes of the model's longest token.
+    pub(crate) longest_token: Option<usize>,
     /// When the model was loaded, in seconds since 1970.
     pub(crate) created: u64,
 }
@@ -61,7 +66,7 @@ pub(crate) const ROUTES: &[&str] = &[
     "/metrics",
     "/status",
     "/v1/models",
-    "/v1/models/{model}",
+    "/v1/models/{*model}",
     "/v1/completions",
     "/v1/chat/completions",
 ];
@@ -74,7 +79,7 @@ pub fn router(app: Arc<App>) -> Router {
         .route("/metrics", get(metrics))
         .route("/status", get(status))
         .route("/v1/models", get(models::list))
-        .route("/v1/models/{model}", get(models::one))
+        .route("/v1/models/{*model}", get(models::one))
         .route("/v1/completions", post(completions::handle))
         .route("/v1/chat/completions", post(chat::handle))
         .fallback(async |method: Method, uri: Uri| ApiError::no_route(method.as_str(), uri.path()))
@@ -109,21 +114,9 @@ impl App {
         if body.size_hint().lower() > limit as u64 {
             return Err(ApiError::too_large(limit));
         }
-        let _leave = self.admission.body()?;
-        let read = tokio::time::timeout(self.options.body_timeout, axum::body::to_bytes(body, limit)).await;
-        let bytes = match read {
-            Err(_) => return Err(ApiError::too_slow(self.options.body_timeout.as_secs())),
-            Ok(Ok(bytes)) => bytes,
-            Ok(Err(e)) => {
-                // The one error of the limit is told from a connection that broke by its place in the chain of sources.
-                let over = std::error::Error::source(&e).is_some_and(|s| s.is::<http_body_util::LengthLimitError>());
-                return Err(if over {
-                    ApiError::too_large(limit)
-                } else {
-                    ApiError::invalid(format!("the body broke off: {e}"))
-                });
-            }
-        };
+        let mut leave = self.admission.body()?;
+        let read = tokio::time::timeout(self.options.body_timeout, bytes(body, limit, &mut leave)).await;
+        let bytes = read.map_err(|_| ApiError::too_slow(self.options.body_timeout.as_secs()))??;
         Fields::parse(&bytes)
     }
 
@@ -149,6 +142,21 @@ impl App {
     }
 }
 
+/// The bytes of a body, and leave to hold them as they come.
+async fn bytes(mut body: Body, limit: usize, leave: &mut Reading) -> Result<Vec<u8>, ApiError> {
+    let mut bytes = Vec::new();
+    while let Some(frame) = body.frame().await {
+        let frame = frame.map_err(|e| ApiError::invalid(format!("the body broke off: {e}")))?;
+        let Ok(data) = frame.into_data() else { continue };
+        if bytes.len() + data.len() > limit {
+            return Err(ApiError::too_large(limit));
+        }
+        leave.grow(bytes.len() + data.len())?;
+        bytes.extend_from_slice(&data);
+    }
+    Ok(bytes)
+}
+
 /// A request in a handler's hands.
 struct Arrival {
     app: Arc<App>,
@@ -160,6 +168,13 @@ struct Arrival {
 impl Arrival {
     fn new(app: Arc<App>, log: Log, request: Request) -> Self {
         Self { app, log, arrived: Instant::now(), body: request.into_body() }
+    }
+
+    /// Reads what the body asks for, and answers it.
+    async fn answer(self, parse: impl FnOnce(Fields) -> Result<Asked, ApiError>) -> Result<Response, ApiError> {
+        let Self { app, log, arrived, body } = self;
+        let asked = parse(app.fields(body).await?)?;
+        answer::answer(app, log, asked, arrived).await
     }
 }
 

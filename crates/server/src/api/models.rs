@@ -17,7 +17,7 @@ pub async fn list(State(app): State<Arc<App>>) -> Json<Value> {
     Json(json!({ "object": "list", "data": [model(&app)] }))
 }
 
-/// `GET /v1/models/{model}`
+/// `GET /v1/models/{model}`; a name may have slashes
 pub async fn one(State(app): State<Arc<App>>, Path(name): Path<String>) -> Result<Json<Value>, ApiError> {
     app.check_model(Some(name))?;
     Ok(Json(model(&app)))

@@ -90,7 +90,7 @@ impl Parameters {
         default_most: usize,
         logprobs: Option<usize>,
     ) -> Vec<Request> {
-        // The context ends an answer anyway. A prompt over it is the engine's to refuse.
+        // The context ends an answer anyway.
         let room = (context + 1).saturating_sub(prompt.len()).max(1);
         let max_tokens = self.max_tokens.unwrap_or(default_most).min(room);
         let one = |choice: usize| Request {
@@ -163,6 +163,6 @@ fn stream_options(fields: &mut Fields, stream: bool) -> Result<bool, ApiError> {
     };
     match options.keys().next() {
         None => Ok(usage),
-        Some(name) => Err(ApiError::field(&format!("stream_options.{name}"), "there is no such field here")),
+        Some(name) => Err(ApiError::unknown("stream_options.", name, "there is no such field here")),
     }
 }

@@ -1,6 +1,7 @@
 //! Whole answers: their fields, usage, choices, log probabilities.
 
 use crate::site::{Setup, Site};
+use kvant_server::Options;
 use serde_json::{Value, json};
 
 fn greedy(prompt: &str, max_tokens: usize) -> Value {
@@ -165,4 +166,10 @@ fn the_models_are_one() {
     );
     assert_eq!(site.get("/v1/models/tiny").json(), list["data"][0]);
     site.get("/v1/models/other").is_refused(404, Some("model"), "`other`");
+    // Names of the hub have an owner.
+    let options = Options { max_running: 8, ..Options::new("Qwen/Qwen3-0.6B") };
+    let site = Site::start(Setup { options, ..Setup::default() });
+    for path in ["/v1/models/Qwen/Qwen3-0.6B", "/v1/models/Qwen%2FQwen3-0.6B"] {
+        assert_eq!(site.get(path).json()["id"], "Qwen/Qwen3-0.6B", "{path}");
+    }
 }

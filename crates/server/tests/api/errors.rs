@@ -46,6 +46,7 @@ fn fields_of_completions_are_checked_by_name() {
         ("prompt", json!([1, -1]), "must be a text"),
         ("prompt", json!([999_999]), "does not exist"),
         ("prompt", json!("x".repeat(701)), "700"),
+        ("prompt", json!(vec![1; 701]), "700"),
         ("stream_options", json!({ "include_usage": true }), "stream: true"),
         ("logit_bias", json!({ "5": 1 }), "does not support"),
         ("frequency_penalty", json!(0.5), "does not support"),
@@ -97,10 +98,11 @@ fn fields_of_chats_are_checked_by_name() {
             "messages[1].tool_calls",
             "does not support",
         ),
-        (json!({ "role": "user", "content": "x", "name": "me" }), "messages[1].name", "does not support"),
+        (json!({ "role": "user", "content": "x", "name": 5 }), "messages[1].name", "must be a text"),
     ] {
         message(bad).is_refused(400, Some(param), words);
     }
+    assert_eq!(message(json!({ "role": "user", "content": "x", "name": "me" })).status, 200);
     let with = |field: &str, value: Value| {
         let mut body = json!({ "messages": [{ "role": "user", "content": "x" }], "max_completion_tokens": 2 });
         body[field] = value;
@@ -216,6 +218,42 @@ fn pages_of_other_sites_are_not_answered() {
     assert_eq!(site.ask("GET", "/status", &[("Origin", &own)], b"").status, 200);
     for other in ["http://evil.example", "null", "http://127.0.0.1:1"] {
         site.ask("GET", "/status", &[("Origin", other)], b"").is_refused(403, None, "another site");
+    }
+}
+
+#[test]
+fn only_names_that_are_the_servers_are_answered() {
+    let with = |hosts: Option<Vec<String>>| {
+        let options = Options { hosts, max_running: 8, ..Options::new("tiny") };
+        Site::start(Setup { options, ..Setup::default() })
+    };
+    let site = with(Some(vec!["kvant.lan".into()]));
+    for ours in ["localhost", "localhost:80", "127.0.0.1:1", "[::1]:8080", "kvant.lan", "KVANT.lan:8080"] {
+        assert_eq!(site.get_as(ours, "/status").status, 200, "{ours}");
+    }
+    for other in ["evil.example", "evil.example:8080", "localhost.evil.example", "127.0.0.1.evil.example"] {
+        let answer = site.get_as(other, "/status");
+        answer.is_refused(403, None, other);
+        assert_eq!(answer.json()["error"]["code"], "host_not_allowed");
+    }
+    assert_eq!(with(None).get_as("evil.example", "/status").status, 200);
+}
+
+#[test]
+fn what_a_client_wrote_comes_back_shortened() {
+    let site = Site::start(Setup::default());
+    let long = "k".repeat(1 << 20);
+    for (answer, status) in [
+        (site.complete(json!({ "prompt": "x", &long: 1 })), 400),
+        (site.complete(json!({ "prompt": "x", "seed": &long })), 400),
+        (site.complete(json!({ "prompt": "x", "temperature": &long })), 400),
+        (site.complete(json!({ "prompt": "x", "stream": true, "stream_options": { &long: 1 } })), 400),
+        (site.chat(json!({ "messages": [{ "role": "user", "content": "x", &long: 1 }] })), 400),
+        (site.chat(json!({ "messages": [{ "role": &long, "content": "x" }] })), 400),
+        (site.complete(json!({ "prompt": "x", "model": &long })), 404),
+    ] {
+        assert_eq!(answer.status, status);
+        assert!(answer.body.len() < 1000, "{} bytes", answer.body.len());
     }
 }
 

@@ -1,7 +1,10 @@
 //! `/metrics`, `/status`, `/` and one log line per request.
 
 use crate::site::{Setup, Site};
+use crate::tiny_model::Tiny;
 use serde_json::json;
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
 
 /// The value of a series.
 fn series(text: &str, name: &str) -> f64 {
@@ -27,6 +30,7 @@ fn metrics_count_what_happened() {
         ("kvant_http_requests_total{route=\"other\",status=\"404\"}", 1.0),
         ("kvant_requests_finished_total{reason=\"length\"}", 2.0),
         ("kvant_requests_finished_total{reason=\"cancelled\"}", 0.0),
+        ("kvant_requests_finished_total{reason=\"failed\"}", 0.0),
         ("kvant_prompt_tokens_total", 10.0),
         ("kvant_completion_tokens_total", 14.0),
         ("kvant_queue_seconds_count", 2.0),
@@ -63,6 +67,20 @@ fn the_status_shows_each_request() {
     assert_eq!((&status["model"], &status["requests"][0]["state"]), (&json!("tiny"), &json!("running")));
     assert!(status["requests"][0]["bytes"].as_u64() > Some(0) && status["held_bytes"].as_u64() > Some(0), "{status}");
     site.until("a rate", |s| s["tok_s"].as_f64() > Some(0.0));
+    drop(stream);
+}
+
+#[test]
+fn figures_are_not_made_for_every_step() {
+    let site = Site::start(Setup { tiny: Tiny { context: 50_000, ..Tiny::default() }, ..Setup::default() });
+    let body = json!({ "model": "tiny", "prompt": "hello", "max_tokens": 50_000, "ignore_eos": true, "stream": true });
+    let stream = site.send("POST", "/v1/completions", &[], body.to_string().as_bytes());
+    site.until("a request that runs", |s| s["steps"].as_u64() > Some(1));
+    let (began, mut seen) = (Instant::now(), BTreeSet::new());
+    while began.elapsed() < Duration::from_secs(1) {
+        seen.insert(site.status()["steps"].as_u64().unwrap());
+    }
+    assert!((2..=12).contains(&seen.len()), "{seen:?}");
     drop(stream);
 }
 

@@ -3,6 +3,7 @@
 
 mod answers;
 mod errors;
+mod failures;
 mod figures;
 mod leaving;
 mod memory;

@@ -2,6 +2,7 @@
 
 use crate::tiny_model::Tiny;
 use kvant_engine::{Arm, Engine, EngineOptions, Limits, LoadedModel, Products, load_schemes};
+use kvant_kv::RowCodec;
 use kvant_server::{Options, ServeError, Server};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -14,6 +15,8 @@ pub struct Setup {
     pub tiny: Tiny,
     pub limits: Limits,
     pub options: Options,
+    /// Sees the keys and values of every step.
+    pub codec: Option<Arc<dyn RowCodec>>,
 }
 
 impl Default for Setup {
@@ -23,6 +26,7 @@ impl Default for Setup {
             tiny: Tiny::default(),
             limits,
             options: Options { max_running: 8, max_waiting: 8, ..Options::new("tiny") },
+            codec: None,
         }
     }
 }
@@ -30,6 +34,16 @@ impl Default for Setup {
 /// A model whose steps take long enough to come between.
 pub fn slow() -> Tiny {
     Tiny { layers: 6, hidden: 512, forward: 1024, context: 8000, ..Tiny::default() }
+}
+
+/// Keys and values as they are, after a while: steps of an exact length.
+pub struct Waits(pub Duration);
+
+impl RowCodec for Waits {
+    fn round_trip(&self, _: usize, _: &mut [f32], _: &mut [f32]) {
+        // Called for both kv heads of both layers.
+        std::thread::sleep(self.0 / 4);
+    }
 }
 
 /// A server that runs; it ends with the value.
@@ -47,7 +61,10 @@ impl Site {
         let model = Arc::new(LoadedModel::load(&path, 1, Products::Quantized, &|_, _| ()).unwrap());
         let schemes = load_schemes("k4v4g32w32s4p64", setup.tiny.layers).unwrap();
         let options = EngineOptions { threads: 1, kernel: None, arm: Arm::Fused, schemes, limits: setup.limits };
-        let engine = Engine::new(model.clone(), options).unwrap();
+        let mut engine = Engine::new(model.clone(), options).unwrap();
+        if let Some(codec) = setup.codec {
+            engine.pass_every_row(codec);
+        }
         let (stop, stopped) = tokio::sync::oneshot::channel();
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -100,6 +117,13 @@ impl Site {
 
     pub fn ask(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Answer {
         Answer::read(self.send(method, path, headers, body))
+    }
+
+    /// Asks by another name for the server.
+    pub fn get_as(&self, host: &str, path: &str) -> Answer {
+        let mut stream = self.connect();
+        write!(stream, "GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n").unwrap();
+        Answer::read(stream)
     }
 
     pub fn get(&self, path: &str) -> Answer {
