@@ -84,6 +84,11 @@ impl HubName {
         })
     }
 
+    /// The name by which `--model` found what lies at `path`; None when it was no name of the hub.
+    pub fn of(flag: &str, path: &Path) -> Option<Self> {
+        Self::parse(flag.strip_prefix(HUB).unwrap_or(flag)).filter(|name| name.path() == path)
+    }
+
     fn parse(text: &str) -> Option<Self> {
         let (owner, rest) = text.split_once('/')?;
         let (name, file) = rest.split_once('/').map_or((rest, None), |(name, file)| (name, Some(file)));

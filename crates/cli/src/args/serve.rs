@@ -26,7 +26,7 @@ pub enum LogFormat {
 A page to try it is at http://HOST:PORT/, figures at /metrics and /status. SIGTERM lets running requests end first.
 docs/serving.md is the operator's guide.")]
 pub struct ServeArgs {
-    /// Model: a name (see `kvant pull`) or a path to a .gguf file
+    /// Model: a name (see `kvant pull`; also OWNER/NAME of the hub), or a path to a .gguf file or a model folder
     #[arg(long, value_name = "MODEL", default_value = models::DEFAULT)]
     pub model: String,
     /// How the cache stores tokens: a scheme, a preset (safe, balanced, small) or a scheme file [default: balanced; f16 or bf16 with that --arm]
@@ -44,6 +44,9 @@ pub struct ServeArgs {
     /// Key that clients must send [default: the environment's KVANT_API_KEY, which other users of this machine cannot see; else none]
     #[arg(long, value_name = "KEY", help_heading = "Network")]
     pub api_key: Option<String>,
+    /// Name that clients may call this server by, besides localhost and addresses; again for each. Without it any name does where a key is needed or --host is no loopback address
+    #[arg(long, value_name = "NAME", value_parser = parse_host, help_heading = "Network")]
+    pub allowed_host: Vec<String>,
     /// Largest body of a request
     #[arg(long, allow_negative_numbers = true, value_name = "SIZE", default_value = "4MiB", value_parser = parse_bytes, help_heading = "Network")]
     pub max_body: usize,
@@ -102,6 +105,14 @@ fn parse_port(text: &str) -> Result<u16, String> {
     text.parse().map_err(|_| "must be a whole number from 0 to 65535".to_string())
 }
 
+fn parse_host(text: &str) -> Result<String, String> {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
+    match !text.is_empty() && text.chars().all(plain) {
+        true => Ok(text.to_string()),
+        false => Err("must be a name of letters, digits, dots and hyphens, without a port".into()),
+    }
+}
+
 /// A day: who waits longer for a shutdown has other means.
 const LONGEST_DRAIN: u64 = 86_400;
 
@@ -121,6 +132,8 @@ mod tests {
         assert!(parse_port("65536").is_err() && parse_port("-1").is_err() && parse_port("0") == Ok(0));
         assert!(parse_places("0").is_err() && parse_places("65537").is_err() && parse_places("1") == Ok(1));
         assert!(parse_waiting("-1").is_err() && parse_waiting("65537").is_err() && parse_waiting("0") == Ok(0));
+        assert!(parse_host("").is_err() && parse_host("a:80").is_err() && parse_host("http://a").is_err());
+        assert_eq!(parse_host("kvant.lan").as_deref(), Ok("kvant.lan"));
         assert!(parse_drain("x").is_err() && parse_drain("86401").is_err() && parse_drain("0") == Ok(0));
     }
 }

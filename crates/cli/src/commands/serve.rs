@@ -4,9 +4,10 @@
 use super::check_kernel;
 use crate::args::{LogFormat, ServeArgs};
 use crate::failure::Failure;
-use crate::{models, output, rss, session};
+use crate::models::{self, HubName};
+use crate::{output, rss, session};
 use anyhow::Result;
-use kvant_engine::Limits;
+use kvant_engine::{Arm, Limits};
 use kvant_server::{Options, Server};
 use std::net::{TcpListener, ToSocketAddrs};
 use std::path::Path;
@@ -39,10 +40,17 @@ pub fn run(args: &ServeArgs) -> Result<()> {
     let kv_memory = kv_memory(args.kv_memory)?;
     let located = session::locate(&args.model)?;
     let (schemes, arm) = session::schemes_and_arm(args.kv.as_deref(), args.arm, located.config.layers)?;
+    if arm == Arm::DequantOnce {
+        let hint = "leave --arm out";
+        return Err(
+            Failure::input("--arm dequant-once keeps a copy that requests cannot be moved out with", hint).into()
+        );
+    }
     session::check_loud(&schemes, &located.config)?;
     let listener = listen(&args.host, args.port)?;
     let address = listener.local_addr()?;
     start_log(args.log_format);
+    log_panics();
 
     let model = session::load(&located, threads)?;
     let limits = Limits {
@@ -62,6 +70,7 @@ pub fn run(args: &ServeArgs) -> Result<()> {
         drain: Duration::from_secs(args.drain_seconds),
         max_body_bytes: args.max_body,
         log_prompts: args.log_prompts,
+        hosts: hosts(&args.allowed_host, api_key.is_some(), address.ip().is_loopback()),
         api_key,
         ..Options::new(model_name(&args.model, located.path()))
     };
@@ -124,6 +133,13 @@ fn api_key(flag: Option<String>, environment: Option<std::ffi::OsString>) -> Res
     Ok(Some(key))
 }
 
+/// Names that requests may call the server by, besides localhost and addresses; None: any. A server that whoever is on
+/// this machine may use is not to be used by the pages they look at. Where a key is needed or other machines reach it,
+/// names are the network's business, unless some are given.
+fn hosts(given: &[String], key: bool, loopback: bool) -> Option<Vec<String>> {
+    (!given.is_empty() || loopback && !key).then(|| given.to_vec())
+}
+
 /// Half of what is available now where no flag says: the rest is for weights, prompts and other programs.
 fn kv_memory(flag: Option<usize>) -> Result<usize, Failure> {
     let half = || rss::machine_memory_bytes().and_then(|(available, _)| usize::try_from(available / 2).ok());
@@ -151,12 +167,29 @@ fn listen(host: &str, port: u16) -> Result<TcpListener, Failure> {
     TcpListener::bind(&addresses[..]).map_err(refused)
 }
 
-/// What `/v1/models` calls the model: the name that `--model` was given, or the file's without its ending.
+/// What `/v1/models` calls the model: the name that `--model` was given, OWNER/NAME for one of the hub, or the name of its
+/// folder, or of its file without the ending. `path` is where it was found.
 fn model_name(flag: &str, path: &Path) -> String {
-    match models::known(flag) {
-        Some(known) => known.name.to_string(),
-        None => path.file_stem().map_or_else(|| flag.to_string(), |s| s.to_string_lossy().into_owned()),
+    if let Some(known) = models::known(flag) {
+        return known.name.to_string();
     }
+    if let Some(name) = HubName::of(flag, path) {
+        return name.repository;
+    }
+    // A folder may be named by dots alone.
+    let real = path.file_name().is_none().then(|| path.canonicalize().ok()).flatten();
+    let path = real.as_deref().unwrap_or(path);
+    let name = if path.is_dir() { path.file_name() } else { path.file_stem() };
+    name.map_or_else(|| flag.to_string(), |name| name.to_string_lossy().into_owned())
+}
+
+/// From now on a panic is one line of the log, which says where. Its words may quote a prompt.
+fn log_panics() {
+    std::panic::set_hook(Box::new(|panic| {
+        let at = panic.location().map(ToString::to_string).unwrap_or_default();
+        let thread = std::thread::current();
+        tracing::error!(at, thread = thread.name(), "panicked");
+    }));
 }
 
 /// Lines on stderr, lost when it takes nothing.
@@ -187,5 +220,26 @@ mod tests {
     fn models_are_called_by_name_or_file() {
         assert_eq!(model_name(models::DEFAULT, Path::new("x/y.gguf")), models::DEFAULT);
         assert_eq!(model_name("x/My.Model.Q4.gguf", Path::new("x/My.Model.Q4.gguf")), "My.Model.Q4");
+        let parent = tempfile::tempdir().unwrap();
+        let folder = parent.path().join("Qwen3-0.6B");
+        std::fs::create_dir(&folder).unwrap();
+        assert_eq!(model_name(folder.to_str().unwrap(), &folder), "Qwen3-0.6B");
+        assert_eq!(model_name("x", &folder.join(".")), "Qwen3-0.6B");
+        for flag in ["Qwen/Qwen3-0.6B", "hf:Qwen/Qwen3-0.6B", "hf:Qwen/Qwen3-0.6B@main", "hf:Qwen/Qwen3-0.6B/a.gguf"] {
+            let named = flag.strip_prefix("hf:").map_or_else(|| format!("hf:{flag}"), |_| flag.to_string());
+            let path = HubName::read(&named).unwrap().unwrap().path();
+            assert_eq!(model_name(flag, &path), "Qwen/Qwen3-0.6B", "{flag}");
+        }
+        // A path that looks like a name of the hub.
+        assert_eq!(model_name("Qwen/Qwen3-0.6B", Path::new("Qwen/Qwen3-0.6B.gguf")), "Qwen3-0.6B");
+    }
+
+    #[test]
+    fn a_local_server_without_a_key_wants_to_be_called_by_its_name() {
+        let names = ["kvant.lan".to_string()];
+        assert_eq!(hosts(&[], false, true), Some(vec![]));
+        assert_eq!(hosts(&names, false, true), Some(names.to_vec()));
+        assert_eq!((hosts(&[], true, true), hosts(&[], false, false)), (None, None));
+        assert_eq!(hosts(&names, true, false), Some(names.to_vec()));
     }
 }

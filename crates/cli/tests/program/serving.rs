@@ -166,6 +166,9 @@ fn bad_flags_are_refused_before_a_model_is_loaded() {
         (&["--log-format", "xml"], "xml"),
         (&["--threads", "0"], "at least 1"),
         (&["--kv", "f16", "--arm", "fused"], "packs nothing"),
+        (&["--arm", "dequant-once"], "cannot be moved out"),
+        (&["--allowed-host", "kvant.lan:80"], "without a port"),
+        (&["--allowed-host", ""], "--allowed-host"),
     ] {
         kvant([&["serve"], args].concat()).is_refused(error);
     }

@@ -1,12 +1,24 @@
-"""Load by the `locust` package. In: LOCUST_HOST, LOCUST_KEY; out: its exit code, 1 when an answer was wrong.
+"""Load by the `locust` package. In: LOCUST_HOST, LOCUST_KEY; out: its exit code, 1 when an answer was wrong, or when of either
+kind none was whole.
 NOT here: starting the server (serving.rs)."""
 
 import json
 import os
 
-from locust import FastHttpUser, constant, task
+from locust import FastHttpUser, constant, events, task
 
 HEADERS = {"Authorization": "Bearer " + os.environ["LOCUST_KEY"]}
+
+
+# Whole answers of each kind: a server that turns everyone away answers nothing wrong.
+answered = {"whole": 0, "stream": 0}
+
+
+@events.quitting.add_listener
+def enough(environment, **_):
+    if not all(answered.values()):
+        print("error: too few whole answers:", answered)
+        environment.process_exit_code = 1
 
 
 class Client(FastHttpUser):
@@ -26,6 +38,8 @@ class Client(FastHttpUser):
                 response.success()
             elif response.status_code != 200 or not response.json()["choices"][0]["message"]["content"]:
                 response.failure(f"{response.status_code} {response.text}")
+            else:
+                answered["whole"] += 1
 
     @task(3)
     def stream(self):
@@ -35,6 +49,8 @@ class Client(FastHttpUser):
                 response.success()
             elif response.status_code != 200 or data[-1] != "[DONE]" or not json.loads(data[-2])["usage"]["completion_tokens"]:
                 response.failure(f"{response.status_code} {response.text}")
+            else:
+                answered["stream"] += 1
 
     @task(1)
     def bad(self):
