@@ -3,6 +3,7 @@
 
   serving.py measure PROGRAM OUT.json [--only NAME,..] [--threads N] [--model M] [--small]
                                     starts servers on 127.0.0.1, runs the loads below and writes a record; --small: does it run?
+                                    fails when texts differ that must not; says which figures missed their targets
   serving.py soak PROGRAM OUT.json [--seconds 1800]
                                     mixed load with clients that leave, bad requests and preemption; fails when a text is wrong,
                                     a panic is in the log, or blocks or memory do not come back
@@ -275,10 +276,34 @@ async def beside(args):
             "median_gap_s": statistics.median(gaps), "worst_in_chunks": max(gaps) / chunk_s, "ttft_s": answer["ttft"], "ttft_alone_s": alone["ttft"]}
 
 
+def rows_vs_f16(run):
+    return {row["scheme"]: row["vs_f16"] for row in run["rows"]}
+
+
+# What each load is to reach: a name, its value in a run, and the least (or with "most" the most) it may be.
+TARGETS = {
+    "held": [("requests held with k4v4g64w64, times f16", lambda r: rows_vs_f16(r)["k4v4g64w64"], "least", 2.6),
+             ("requests held with k2v2g64w64, times f16", lambda r: rows_vs_f16(r)["k2v2g64w64"], "least", 3.6)],
+    "shared": [("shared prefixes, times faster", lambda r: r["speedup"], "least", 3)],
+    "session": [("first token of a kept session, times faster", lambda r: r["speedup"], "least", 20)],
+    "batch": [("tokens per second at once, times one by one", lambda r: r["speedup"], "least", 1.8)],
+    "beside": [("worst gap, in chunks", lambda r: r["worst_in_chunks"], "most", 2)],
+}
+
+
+def missed(loads):
+    """Sentences on the figures that are not what they are to be."""
+    return [f"missed: {what} is {of(loads[name]):.2f}, to be at {kind} {bound}"
+            for name in loads for what, of, kind, bound in TARGETS.get(name, [])
+            if (of(loads[name]) < bound if kind == "least" else of(loads[name]) > bound)]
+
+
 LOADS = {"held": held, "shared": shared, "session": session, "batch": batch, "beside": beside}
 
 BAD = [b"{", b"\xff\xfe", b'{"model":"nobody","prompt":"x"}', {"prompt": "x", "max_tokens": -1}, {"prompt": "x " * 20000},
-       {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, {"prompt": "x", "temperature": "hot"}]
+       {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, {"prompt": "x", "temperature": "hot"},
+       # Near the largest body: what it costs is to be bounded.
+       {"prompt": "x " * 2_000_000}, {"prompt": [1] * 1_300_000, "n": 12}, {"prompt": "x", "n": 128}, {"prompt": "x", "k" * 3_000_000: 1}]
 
 
 async def soak(args):
@@ -298,6 +323,21 @@ async def mixed(args, seconds, flags):
         bodies += [{"messages": [{"role": "system", "content": words(300, "system")}, {"role": "user", "content": words(10, i)}],
                     "max_tokens": 40} for i in range(8 if seconds > 100 else 4)]
         solo = [(await server.ask(body))["text"] for body in bodies]
+        # Made once: large ones take this program a while.
+        spoilt = [(body, body if isinstance(body, bytes) else json.dumps({"model": server.model, **body}).encode()) for body in BAD]
+
+        async def bad(body, data):
+            path = "/v1/chat/completions" if isinstance(body, dict) and "messages" in body else "/v1/completions"
+            async with server.post(path, data) as (status, lines):
+                said = b"".join([line async for line in lines])
+            if not (400 <= status < 500 and "error" in json.loads(said or b"{}")):
+                wrong.append(f"a bad request was answered {status}")
+            if len(said) > 2000:
+                wrong.append(f"a bad request was answered with {len(said)} bytes")
+
+        # Each once before memory is first looked at.
+        for one_of_them in spoilt:
+            await bad(*one_of_them)
         ends = time.monotonic() + seconds
         warm = time.monotonic() + min(seconds / 4, 60)
         start = {}
@@ -319,12 +359,7 @@ async def mixed(args, seconds, flags):
         async def one(mine, kind):
             n = mine.randrange(len(bodies))
             if kind == "bad":
-                body = mine.choice(BAD)
-                path = "/v1/chat/completions" if isinstance(body, dict) and "messages" in body else "/v1/completions"
-                async with server.post(path, body) as (status, lines):
-                    said = json.loads(b"".join([line async for line in lines]) or b"{}")
-                if not (400 <= status < 500 and "error" in said):
-                    wrong.append(f"a bad request was answered {status}")
+                await bad(*mine.choice(spoilt))
                 return kind
             if kind == "several":
                 body = {"prompt": "once", "n": 3, "max_tokens": 12, "seed": 1}
@@ -359,9 +394,11 @@ async def mixed(args, seconds, flags):
         wrong.append("requests are left")
     if status["budget_bytes"] and status["held_bytes"] > status["budget_bytes"]:
         wrong.append(f"{status['held_bytes']} bytes of cache are over the budget")
-    # What is kept for later stays; where nothing is kept, nothing may be held.
-    if not (status["pages"] or status["sessions"]) and (status["held_bytes"] or status["blocks"]["used"]):
-        wrong.append(f"{status['held_bytes']} bytes of cache are left")
+    # What is kept for later stays, and nothing else.
+    if status["held_bytes"] != status["kept_bytes"]:
+        wrong.append(f"{status['held_bytes']} bytes of cache are held, {status['kept_bytes']} of them for later")
+    if "--no-prefix-sharing" in flags and (status["held_bytes"] or status["blocks"]["used"]):
+        wrong.append(f"{status['held_bytes']} bytes and {status['blocks']['used']} blocks of cache are left")
     # A tenth for the allocator.
     if rss > 1.1 * start["rss"]:
         wrong.append(f"resident memory grew from {start['rss']} to {rss} bytes")
@@ -369,7 +406,7 @@ async def mixed(args, seconds, flags):
         wrong.append("nothing was preempted: give less --kv-memory")
     return {"flags": flags, "counts": counts, "wrong": sorted(set(wrong)), "wrong_count": len(wrong), "preemptions": status["preemptions"],
             "evictions": status["evictions"], "steps": status["steps"], "prefix_hit_rate": status["prefix_hit_rate"],
-            "rss_start": start["rss"], "rss_end": rss, "held_end": status["held_bytes"]}
+            "rss_start": start["rss"], "rss_end": rss, "held_end": status["held_bytes"], "kept_end": status["kept_bytes"]}
 
 
 def measure(args):
@@ -389,6 +426,11 @@ def measure(args):
         # After every one: what was measured before one fails is not lost.
         pathlib.Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
         print(name, json.dumps(record["loads"][name]), file=sys.stderr)
+    if not args.small:
+        print("\n".join(missed(record["loads"])), file=sys.stderr)
+    differ = [name for name, run in record["loads"].items() if run.get("same_texts") is False]
+    if differ:
+        sys.exit(f"error: texts differ that must be the same: {', '.join(differ)}")
     if record["loads"].get("soak", {}).get("wrong"):
         sys.exit("error: " + "; ".join(record["loads"]["soak"]["wrong"][:5]))
 
