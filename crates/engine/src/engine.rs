@@ -238,11 +238,8 @@ impl Engine {
         for request in requests {
             self.add(request)?;
         }
-        loop {
+        while !self.idle() {
             let events = self.step()?;
-            if events.is_empty() {
-                break;
-            }
             if events.iter().any(|e| matches!(e, Event::Failed { .. })) {
                 self.clear()?;
                 return Err(self.failure.take().unwrap_or(Error::Stopped));
@@ -286,7 +283,7 @@ impl Engine {
         if let Some(budget) = self.limits.kv_memory {
             // The newest token is chosen and not stored.
             let prompt = request.prompt.len();
-            let tokens = (prompt + request.max_tokens - 1).min(self.loaded.config().context);
+            let tokens = prompt.saturating_add(request.max_tokens - 1).min(self.loaded.config().context);
             let need = self.cache.bytes_to_reach(tokens, prompt, self.limits.step_tokens);
             if need > budget {
                 return Err(Error::NeverFits { request: number, tokens, need, budget });
@@ -322,6 +319,7 @@ impl Engine {
             blocks_used: self.cache.blocks().0,
             blocks_shared: self.cache.blocks().1,
             blocks_free: None,
+            kept_bytes: self.view().kept_bytes(),
             pages: self.prefixes.len(),
             sessions: self.prefixes.sessions().len(),
             totals: self.totals,

@@ -74,7 +74,7 @@ impl Prefixes {
 
     /// The pages of a chain.
     pub fn pages(&self, chain: &[NodeId]) -> Vec<PageId> {
-        chain.iter().map(|node| self.nodes[node].page).collect()
+        chain.iter().filter_map(|node| self.nodes.get(node)).map(|node| node.page).collect()
     }
 
     /// Keeps a page behind the last one of `chain`, which is not kept yet.
@@ -103,16 +103,23 @@ impl Prefixes {
     /// A request does not use them any more.
     pub fn give_back(&mut self, chain: &[NodeId]) {
         let used = self.tick();
+        // A page that was given up as a last resort is not there any more.
         for id in chain {
-            let node = self.nodes.get_mut(id).expect("used pages are kept");
-            node.users -= 1;
-            node.used = used;
+            if let Some(node) = self.nodes.get_mut(id) {
+                node.users -= 1;
+                node.used = used;
+            }
         }
     }
 
     /// Requests that use a page.
     pub fn users(&self, node: NodeId) -> usize {
-        self.nodes[&node].users
+        self.nodes.get(&node).map_or(0, |node| node.users)
+    }
+
+    /// Whether all pages of a chain are kept.
+    pub fn has(&self, chain: &[NodeId]) -> bool {
+        chain.iter().all(|id| self.nodes.contains_key(id))
     }
 
     /// Keeps a finished sequence.
@@ -146,21 +153,32 @@ impl Prefixes {
             (Some((s, index)), page) if page.is_none_or(|(p, _)| s < p) => {
                 Some(Victim::Session(self.take_session(index)))
             }
-            (_, Some((_, id))) => {
-                let node = self.nodes.remove(&id).expect("just found");
-                self.children.remove(&(node.parent, node.tokens));
-                if let Some(parent) = node.parent {
-                    self.nodes.get_mut(&parent).expect("parents outlive their children").children -= 1;
-                }
-                Some(Victim::Page(node.page))
-            }
+            (_, Some((_, id))) => Some(Victim::Page(self.drop_leaf(id))),
             _ => None,
         }
     }
 
-    /// Pages that no request uses, sessions' included: with the sessions gone, all of them can go.
-    pub fn unused_pages(&self) -> impl Iterator<Item = PageId> {
-        self.nodes.values().filter(|n| n.users == 0).map(|n| n.page)
+    /// When nothing else is left: a page that requests use. Their own blocks stay theirs; what goes is what only the page
+    /// owns, such as records out of sight in layers with a window, and the page's place in the tree.
+    pub fn last_resort(&mut self) -> Option<PageId> {
+        let leaves = self.nodes.iter().filter(|(_, n)| n.sessions == 0 && n.children == 0);
+        let id = leaves.min_by_key(|(id, n)| (n.used, **id)).map(|(id, _)| *id)?;
+        Some(self.drop_leaf(id))
+    }
+
+    fn drop_leaf(&mut self, id: NodeId) -> PageId {
+        let node = self.nodes.remove(&id).expect("a page that is kept");
+        self.children.remove(&(node.parent, node.tokens));
+        if let Some(parent) = node.parent {
+            self.nodes.get_mut(&parent).expect("parents outlive their children").children -= 1;
+        }
+        node.page
+    }
+
+    /// Pages that no request uses (`used` false; sessions' included: with the sessions gone, all of them can go) or that
+    /// requests use.
+    pub fn pages_by_use(&self, used: bool) -> impl Iterator<Item = PageId> {
+        self.nodes.values().filter(move |n| (n.users > 0) == used).map(|n| n.page)
     }
 
     /// Sessions kept.
@@ -229,11 +247,26 @@ mod tests {
         prefixes.take(&[a, b]);
         assert_eq!(page_of(prefixes.victim()), Some(pages[2]), "the others are used");
         assert_eq!(page_of(prefixes.victim()), None);
+        assert!(prefixes.has(&[a, b]) && !prefixes.has(&[a, c]));
         prefixes.give_back(&[a, b]);
         assert_eq!(page_of(prefixes.victim()), Some(pages[1]), "parents stay as long as their children");
         assert_eq!(page_of(prefixes.victim()), Some(pages[0]));
         assert_eq!((prefixes.len(), prefixes.matching(&[1, 2], 1)), (0, vec![]));
-        let _ = c;
+    }
+
+    #[test]
+    fn as_a_last_resort_used_pages_go_and_their_users_may_still_give_them_back() {
+        let (_, pages, _) = cache(2);
+        let mut prefixes = Prefixes::default();
+        let a = prefixes.keep(&[], &[1], pages[0]);
+        let b = prefixes.keep(&[a], &[2], pages[1]);
+        prefixes.take(&[a, b]);
+        assert!(prefixes.victim().is_none());
+        assert_eq!(prefixes.last_resort(), Some(pages[1]));
+        assert_eq!((prefixes.has(&[a, b]), prefixes.users(a), prefixes.users(b)), (false, 1, 0));
+        prefixes.give_back(&[a, b]);
+        assert_eq!(page_of(prefixes.victim()), Some(pages[0]));
+        assert_eq!(prefixes.last_resort(), None);
     }
 
     #[test]
@@ -245,7 +278,7 @@ mod tests {
         prefixes.keep_session(sequences[1], vec![7], vec![]);
         let best = prefixes.sessions_matching(&[1, 2, 9]).max_by_key(|(_, _, n)| *n).map(|(i, _, n)| (i, n));
         assert_eq!(best, Some((0, 2)));
-        assert_eq!(prefixes.unused_pages().count(), 1);
+        assert_eq!(prefixes.pages_by_use(false).count(), 1);
         let Some(Victim::Session(first)) = prefixes.victim() else { panic!("the oldest session") };
         assert_eq!((first.id, first.tokens), (sequences[0], vec![1, 2, 3]));
         assert_eq!(page_of(prefixes.victim()), Some(pages[0]), "its page, as old, before the younger session");

@@ -2,7 +2,7 @@
 //! had computed them itself, to the bit. A file of another model, scheme or version, a truncated or a changed one is an error.
 //! NOT here: the bytes of a sequence (kvant-kv).
 //!
-//! Format, little-endian: `kvantpmt`, version u32, SHA-256 of the model, u32 length and text of the schemes by layer, u32
+//! Format, little-endian: `kvantpmt`, version u32, SHA-256 of the model's and of the kind of its products, u32 length and text of the schemes by layer, u32
 //! count and the tokens, the sequence, and SHA-256 of all of that. The sum is checked before anything else is believed.
 
 use crate::engine::Engine;
@@ -45,6 +45,14 @@ impl Engine {
     pub fn save_prompt(&mut self, tokens: &[u32], path: &Path) -> Result<(), Error> {
         self.check_prompt(tokens)?;
         self.clear()?;
+        self.save_checked(tokens, path).or_else(|e| {
+            // A half-stored prompt is nobody's.
+            self.clear()?;
+            Err(e)
+        })
+    }
+
+    fn save_checked(&mut self, tokens: &[u32], path: &Path) -> Result<(), Error> {
         let stored = &tokens[..tokens.len() - 1];
         let seq = self.cache_mut().add_sequence();
         let mut start = 0;
@@ -62,7 +70,7 @@ impl Engine {
         let schemes = self.scheme_texts()?;
         let mut head = MAGIC.to_vec();
         head.extend(VERSION.to_le_bytes());
-        head.extend(self.model().sha256()?);
+        head.extend(self.computed_by()?);
         head.extend((schemes.len() as u32).to_le_bytes());
         head.extend(schemes.as_bytes());
         head.extend((stored.len() as u32).to_le_bytes());
@@ -89,10 +97,10 @@ impl Engine {
         let mut file = File::open(path).map_err(|e| no(e.to_string()))?;
         let bytes = summed_bytes(&mut file).map_err(no)?;
         let mut file = BufReader::with_capacity(1 << 20, file).take(bytes);
-        let sha256 = self.model().sha256()?;
+        let computed_by = self.computed_by()?;
         let schemes = self.scheme_texts()?;
         let vocabulary = self.model().config().vocabulary;
-        let tokens = read_head(&mut file, &sha256, &schemes, vocabulary).map_err(no)?;
+        let tokens = read_head(&mut file, &computed_by, &schemes, vocabulary).map_err(no)?;
         let seq = self.cache_mut().restore_sequence(&mut file, &[]).map_err(|e| no(e.to_string()))?;
         let held = self.cache_mut().len(0, seq)?;
         if held != tokens.len() || file.limit() > 0 {
@@ -113,6 +121,12 @@ impl Engine {
         on_event: &mut dyn FnMut(&Event) -> ControlFlow<()>,
     ) -> Result<Generation, Error> {
         self.run_all(vec![request], on_event)
+    }
+
+    /// What says which numbers were stored: the model and how its weights are multiplied.
+    fn computed_by(&self) -> Result<[u8; 32], Error> {
+        let exact = self.model().products() == "f32";
+        Ok(Sha256::new().chain_update(self.model().sha256()?).chain_update([u8::from(exact)]).finalize().into())
     }
 
     fn scheme_texts(&self) -> Result<String, Error> {
@@ -151,7 +165,12 @@ fn summed_bytes(file: &mut File) -> Result<u64, String> {
 }
 
 /// Reads what stands before the sequence; returns the tokens.
-fn read_head(file: &mut dyn Read, sha256: &[u8; 32], schemes: &str, vocabulary: usize) -> Result<Vec<u32>, String> {
+fn read_head(
+    file: &mut dyn Read,
+    computed_by: &[u8; 32],
+    schemes: &str,
+    vocabulary: usize,
+) -> Result<Vec<u32>, String> {
     let mut take = |n: usize| -> Result<Vec<u8>, String> {
         let mut bytes = Vec::new();
         let read = Read::take(&mut *file, n as u64).read_to_end(&mut bytes).map_err(|e| e.to_string())?;
@@ -163,8 +182,8 @@ fn read_head(file: &mut dyn Read, sha256: &[u8; 32], schemes: &str, vocabulary: 
     if version != VERSION {
         return Err(format!("it has version {version}, and this program reads version {VERSION}"));
     }
-    if take(32)? != sha256 {
-        return Err("it is of another model".into());
+    if take(32)? != computed_by {
+        return Err("it is of another model, or of products of other precision".into());
     }
     let length = number(take(4)?) as usize;
     let found = String::from_utf8_lossy(&take(length)?).into_owned();

@@ -78,26 +78,22 @@ impl Sampler {
         if self.sampling.temperature == 0.0 {
             return Ok(greedy(logits));
         }
+        let Sampling { temperature, top_k, top_p, min_p, .. } = self.sampling;
         let mut kept: Vec<(u32, f32)> = logits.iter().enumerate().map(|(i, &l)| (i as u32, l)).collect();
-        let likelier = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
-        let top_k = self.sampling.top_k;
-        if top_k > 0 && top_k < kept.len() {
-            kept.select_nth_unstable_by(top_k - 1, likelier);
-            kept.truncate(top_k);
+        if top_k > 0 {
+            keep_likeliest(&mut kept, top_k);
         }
-        kept.sort_unstable_by(likelier);
-        let largest = kept[0].1;
+        let largest = kept.iter().map(|&(_, l)| l).fold(f32::NEG_INFINITY, f32::max);
         let weight = |l: f32| if l == largest { 1.0 } else { f64::from(l - largest).exp() };
-        let total: f64 = kept.iter().map(|&(_, l)| weight(l)).sum();
-        let mut reached = 0.0;
-        let enough = kept.iter().position(|&(_, l)| {
-            reached += weight(l) / total;
-            reached >= f64::from(self.sampling.top_p)
-        });
-        kept.truncate(enough.map_or(kept.len(), |last| last + 1));
-        kept.retain(|&(_, l)| weight(l) >= f64::from(self.sampling.min_p));
-        let temperature = f64::from(self.sampling.temperature);
-        let weights: Vec<f64> = kept.iter().map(|&(_, l)| weight(l).powf(1.0 / temperature)).collect();
+        if top_p < 1.0 {
+            let enough = f64::from(top_p) * kept.iter().map(|&(_, l)| weight(l)).sum::<f64>();
+            keep_until(&mut kept, weight, enough);
+        }
+        if min_p > 0.0 {
+            kept.retain(|&(_, l)| weight(l) >= f64::from(min_p));
+        }
+        let flatter = |l: f32| if l == largest { 1.0 } else { (f64::from(l - largest) / f64::from(temperature)).exp() };
+        let weights: Vec<f64> = kept.iter().map(|&(_, l)| flatter(l)).collect();
         let mut left = self.random.random::<f64>() * weights.iter().sum::<f64>();
         for (&(token, _), weight) in kept.iter().zip(&weights) {
             left -= weight;
@@ -107,6 +103,43 @@ impl Sampler {
         }
         // Rounding of the sum can leave a rest behind the last weight.
         Ok(kept[kept.len() - 1].0)
+    }
+}
+
+/// Likelier tokens first, of equal ones the lowest.
+fn likelier(a: &(u32, f32), b: &(u32, f32)) -> std::cmp::Ordering {
+    b.1.total_cmp(&a.1).then(a.0.cmp(&b.0))
+}
+
+/// Keeps the `n` likeliest, in any order.
+fn keep_likeliest(kept: &mut Vec<(u32, f32)>, n: usize) {
+    if n < kept.len() {
+        kept.select_nth_unstable_by(n - 1, likelier);
+        kept.truncate(n);
+    }
+}
+
+/// Keeps the fewest likeliest whose weights reach `enough` together. Most of a vocabulary is never sorted: the likeliest few
+/// nearly always suffice.
+fn keep_until(kept: &mut Vec<(u32, f32)>, weight: impl Fn(f32) -> f64, enough: f64) {
+    const FIRST: usize = 256;
+    let mut n = FIRST;
+    loop {
+        n = n.min(kept.len());
+        if n < kept.len() {
+            kept.select_nth_unstable_by(n - 1, likelier);
+        }
+        kept[..n].sort_unstable_by(likelier);
+        let mut reached = 0.0;
+        let last = kept[..n].iter().position(|&(_, l)| {
+            reached += weight(l);
+            reached >= enough
+        });
+        match last {
+            Some(last) => return kept.truncate(last + 1),
+            None if n == kept.len() => return,
+            None => n *= 4,
+        }
     }
 }
 
@@ -191,6 +224,15 @@ mod tests {
         assert_eq!(kept(Sampling { top_p: 0.65, ..base }), [2, 3]);
         assert_eq!(kept(Sampling { min_p: 0.45, ..base }), [1, 2, 3]);
         assert_eq!(kept(Sampling { top_p: 0.01, ..base }), [3]);
+    }
+
+    #[test]
+    fn a_flat_distribution_keeps_as_many_as_it_takes() {
+        let mut kept: Vec<(u32, f32)> = (0..3000).map(|i| (i, 0.0)).collect();
+        keep_until(&mut kept, |_| 1.0, 2000.5);
+        assert_eq!(kept.iter().map(|k| k.0).collect::<Vec<_>>(), (0..2001).collect::<Vec<_>>());
+        keep_until(&mut kept, |_| 1.0, 9999.0);
+        assert_eq!(kept.len(), 2001);
     }
 
     #[test]

@@ -19,14 +19,15 @@ pub struct Status {
     pub budget_bytes: Option<usize>,
     /// Bytes it holds, by use; `f16_bytes_equivalent` counts shared tokens once per request.
     pub bytes: CacheBytes,
+    /// Bytes of them that no request needs: pages and sessions kept for requests to come.
+    pub kept_bytes: usize,
     /// Bytes of saved requests outside the cache.
     pub swapped_bytes: usize,
     /// Blocks in use.
     pub blocks_used: usize,
     /// Blocks of several owners, among those.
     pub blocks_shared: usize,
-    /// Blocks that the budget still has room for, counted in the block of one group (or 32 plain tokens) of the first
-    /// layer; None without a budget.
+    /// Blocks that the budget still has room for, if all were as large as the largest; None without a budget.
     pub blocks_free: Option<usize>,
     /// Pages kept for requests to come.
     pub pages: usize,

@@ -29,9 +29,10 @@ impl Swapped {
         let no = |why: String| Error::Swap { what: "written", why };
         match folder {
             None => {
-                let mut bytes = Vec::new();
+                let mut bytes =
+                    Vec::with_capacity(cache.sequence_bytes(seq).map_err(|e| no(e.to_string()))? + (64 << 10));
                 cache.save_sequence(seq, &mut bytes).map_err(|e| no(e.to_string()))?;
-                Ok(Self { bytes: bytes.len(), kept: Kept::Memory(bytes) })
+                Ok(Self { bytes: bytes.capacity(), kept: Kept::Memory(bytes) })
             }
             Some(folder) => {
                 // The operating system frees a file without a name with the process, however that ends.

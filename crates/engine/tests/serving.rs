@@ -87,7 +87,7 @@ fn run(engine: &mut Engine, mut each: impl FnMut(&mut Engine, usize)) -> BTreeMa
             done.insert(number, (outcome, said));
         }
         each(engine, step);
-        if events.is_empty() && engine.status().requests.is_empty() {
+        if engine.idle() {
             return done;
         }
     }
@@ -274,9 +274,77 @@ fn what_is_kept_goes_when_memory_is_needed_and_all_goes_in_the_end() {
     let status = engine.status();
     assert!(status.totals.evictions > 10 && status.pages > 3 && status.sessions > 0, "{status:?}");
     assert_eq!(status.totals.prompt_tokens, 12 * 400);
-    engine.clear().unwrap();
+    let bytes = engine.cache_bytes();
+    assert_eq!(status.kept_bytes, bytes.packed_bytes + bytes.window_bytes, "nobody needs anything");
+    engine.release_kept().unwrap();
     let status = engine.status();
     assert_eq!((status.blocks_used, status.pages, status.sessions), (0, 0, 0));
+}
+
+/// Requests come, go and are cancelled at random in a cache that is always full; some share prefixes and some break off. Each
+/// that ends says what it says alone, nobody fails, and nothing is left.
+#[test]
+fn at_random_in_a_full_cache_everyone_says_what_it_says_alone() {
+    let windowed =
+        Tiny { architecture: "gemma3", layers: 6, q_heads: 2, kv_heads: 1, head_dim: 256, ..Tiny::default() };
+    let models = [model(), load(&Tiny { context: 3000, ..windowed }.parts())];
+    let mut totals = [0; 4];
+    for (round, (loaded, scheme)) in
+        [(&models[0], PAGED), (&models[1], PAGED), (&models[0], "f16"), (&models[1], "k8v8g32w8p32")]
+            .into_iter()
+            .enumerate()
+    {
+        let mut random = round as u64 + 1;
+        let mut draw = move |n: usize| {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (random >> 33) as usize % n
+        };
+        let shared: Vec<Vec<u32>> = (0..3).map(|i| tokens(330, 40 + i)).collect();
+        let requests: Vec<Request> = (0..40)
+            .map(|i| {
+                let prompt = [&shared[draw(3)][..draw(330)], &tokens(1 + draw(60), i)].concat();
+                request(prompt, 1 + draw(240), i as u64)
+            })
+            .collect();
+        let mut probe = engine(loaded, scheme, Limits { kv_memory: Some(1), ..Limits::default() });
+        let need = requests.iter().map(|r| match probe.add(r.clone()) {
+            Err(Error::NeverFits { need, .. }) => need,
+            _ => panic!("nothing fits into a byte"),
+        });
+        // What the largest takes alone, and nothing more.
+        let limits = Limits { max_running: 6, step_tokens: 256, ..serving(need.max().unwrap()) };
+        let mut engine = engine(loaded, scheme, limits);
+        let (mut next, mut cancelled) = (0, Vec::new());
+        let mut add = |engine: &mut Engine, n: usize| {
+            for request in requests.iter().skip(next).take(n) {
+                assert_eq!(engine.add(request.clone()).unwrap(), next);
+                next += 1;
+            }
+        };
+        add(&mut engine, 3);
+        let done = run(&mut engine, |engine, _| {
+            if draw(12) == 0 || engine.idle() {
+                add(engine, 1 + draw(3));
+            }
+            let live: Vec<usize> = engine.status().requests.iter().map(|r| r.number).collect();
+            if draw(60) == 0 && !live.is_empty() {
+                let number = live[draw(live.len())];
+                assert!(engine.cancel(number).unwrap());
+                cancelled.push(number);
+            }
+        });
+        assert_eq!(done.len() + cancelled.len(), 40);
+        for (number, (_, said)) in &done {
+            assert_eq!(said, &alone(loaded, scheme, &requests[*number]), "{scheme} request {number}");
+        }
+        let status = engine.status();
+        let sums =
+            [status.totals.preemptions, status.totals.evictions, status.totals.cached_tokens, cancelled.len() as u64];
+        totals.iter_mut().zip(sums).for_each(|(total, sum)| *total += sum);
+        engine.release_kept().unwrap();
+        assert_eq!(engine.status().blocks_used, 0, "{scheme}");
+    }
+    assert!(totals.iter().all(|&total| total > 5), "preempted, evicted, shared, cancelled: {totals:?}");
 }
 
 #[test]

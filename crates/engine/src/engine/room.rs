@@ -10,7 +10,8 @@ use crate::sequence::{Place, Sequence};
 use kvant_kv::{Cache, PageId, Rows};
 use std::cell::OnceCell;
 
-/// Tokens that a request should be able to decode after it entered, before memory is short again.
+/// Tokens that a request should be able to decode after it entered, as far as it is up to itself: what others take meanwhile
+/// is not reserved.
 const HEADROOM: usize = 64;
 
 /// What the scheduler sees of an engine's memory.
@@ -34,7 +35,25 @@ impl View<'_> {
     fn kept(&self, tokens: &[u32]) -> Chain {
         let Some(page_len) = self.bounds.page_len else { return Chain::new() };
         // The last token always runs: its logits choose the next one.
-        self.prefixes.matching(&tokens[..tokens.len() - 1], page_len)
+        let mut chain = self.prefixes.matching(&tokens[..tokens.len() - 1], page_len);
+        chain.truncate(self.cache.usable_pages(&self.prefixes.pages(&chain)).unwrap_or(0));
+        chain
+    }
+
+    /// Bytes that nobody needs: pages, sessions, and finished requests that nobody has taken yet.
+    pub(super) fn kept_bytes(&self) -> usize {
+        let alone = |id, chain: &[NodeId]| {
+            let shared = self.pages_bytes(self.prefixes.pages(chain));
+            self.cache.sequence_bytes(id).unwrap_or(0).saturating_sub(shared)
+        };
+        let done = self.done.iter().filter_map(|s| {
+            let page_len = self.bounds.page_len;
+            let chain = page_len.map_or_else(Chain::new, |n| self.prefixes.matching(&s.tokens[..s.stored], n));
+            Some(alone(s.id()?, &chain))
+        });
+        let sessions = self.prefixes.sessions().iter().map(|s| alone(s.id, &s.chain));
+        let pages = self.pages_bytes(self.prefixes.pages_by_use(false));
+        done.chain(sessions).sum::<usize>() + pages
     }
 
     /// Bytes of those of these pages that more than `users` requests use.
@@ -48,14 +67,10 @@ impl Outlook for View<'_> {
     fn free(&self) -> usize {
         *self.free.get_or_init(|| {
             let Some(budget) = self.budget else { return usize::MAX / 2 };
-            let alone = |id, pages: usize| self.cache.sequence_bytes(id).unwrap_or(0).saturating_sub(pages);
-            let done: usize = self.done.iter().filter_map(Sequence::id).map(|id| alone(id, 0)).sum();
-            let sessions = self.prefixes.sessions().iter();
-            let sessions =
-                sessions.map(|s| alone(s.id, self.pages_bytes(self.prefixes.pages(&s.chain)))).sum::<usize>();
-            let pages = self.pages_bytes(self.prefixes.unused_pages());
+            let used = self.prefixes.pages_by_use(true);
+            let last_resort: usize = used.map(|page| self.cache.page_bytes_alone(page).unwrap_or(0)).sum();
             let held = self.cache.held_bytes();
-            budget.saturating_sub(held) + (done + sessions + pages).min(held)
+            budget.saturating_sub(held) + (self.kept_bytes() + last_resort).min(held)
         })
     }
 
@@ -82,6 +97,7 @@ impl Outlook for View<'_> {
             }
             Place::Waiting | Place::Out(_) => {
                 let most = self.cache.bytes_to_reach(tokens + HEADROOM, tokens, rows);
+                let most = if let Place::Out(swapped) = &sequence.place { most.max(swapped.bytes) } else { most };
                 // Pages that nobody uses count as free; those in use are there for this one too.
                 most.saturating_sub(self.used_bytes(&self.kept(&sequence.tokens), 0))
             }
@@ -118,6 +134,20 @@ impl Engine {
         }
     }
 
+    /// Gives up every page and session that is kept for requests to come.
+    ///
+    /// # Errors
+    /// None in practice; those of the cache.
+    pub fn release_kept(&mut self) -> Result<(), Error> {
+        while let Some(victim) = self.prefixes.victim() {
+            match victim {
+                Victim::Session(session) => self.cache.remove_sequence(session.id)?,
+                Victim::Page(page) => self.cache.release_page(page)?,
+            }
+        }
+        Ok(())
+    }
+
     pub(super) fn bounds(&self) -> Bounds {
         Bounds {
             max_running: self.limits.max_running,
@@ -127,11 +157,12 @@ impl Engine {
         }
     }
 
-    /// Gives up what nobody uses, finished requests' cache first, until so many bytes are free. Whether they are.
+    /// Gives up what nobody needs, finished requests' cache first, until so many bytes are free; with `must`, pages that
+    /// requests use as well. Whether they are free.
     ///
     /// # Errors
     /// None in practice; those of the cache.
-    pub(super) fn make_room(&mut self, bytes: usize) -> Result<bool, Error> {
+    pub(super) fn make_room(&mut self, bytes: usize, must: bool) -> Result<bool, Error> {
         let Some(budget) = self.limits.kv_memory else { return Ok(true) };
         while budget.saturating_sub(self.cache.held_bytes()) < bytes {
             if let Some(done) = self.done.iter_mut().find(|s| s.id().is_some()) {
@@ -143,7 +174,11 @@ impl Engine {
             match self.prefixes.victim() {
                 Some(Victim::Session(session)) => self.cache.remove_sequence(session.id)?,
                 Some(Victim::Page(page)) => self.cache.release_page(page)?,
-                None => return Ok(false),
+                None if !must => return Ok(false),
+                None => match self.prefixes.last_resort() {
+                    Some(page) => self.cache.release_page(page)?,
+                    None => return Ok(false),
+                },
             }
             self.totals.evictions += 1;
         }

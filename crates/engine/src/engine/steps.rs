@@ -12,8 +12,24 @@ use kvant_kv::Error as KvError;
 use kvant_kv::{Rows, SeqId};
 use std::time::Instant;
 
+/// A sequence in the cache that a request begins with.
+struct Start {
+    id: SeqId,
+    /// Tokens that it holds.
+    stored: usize,
+    /// The pages of these.
+    chain: Chain,
+    /// The pages that must stay for it.
+    uses: Chain,
+}
+
 impl Engine {
-    /// One step of what is being decoded. No events: nothing is left to do.
+    /// Whether no request is left to be decoded.
+    pub fn idle(&self) -> bool {
+        self.sequences.is_empty()
+    }
+
+    /// One step of what is being decoded. Nothing is left to do when [`Engine::idle`] says so.
     ///
     /// # Errors
     /// Those of the model that are no single request's fault; the cache is empty afterwards. What is the fault of one, such
@@ -36,9 +52,11 @@ impl Engine {
             }
         }
         for i in enter {
+            let others = self.sequences.iter().any(|s| s.id().is_some());
             match self.enter(i) {
-                // Memory that was promised and is not there: it is tried again in the next step.
-                Ok(()) | Err(Error::Kv(KvError::OutOfBlocks { .. })) => {}
+                Ok(()) => {}
+                // Memory that was promised and is not there: it is tried again when others have given theirs back.
+                Err(Error::Kv(KvError::OutOfBlocks { .. })) if others => {}
                 Err(e) => failed.push((i, e)),
             }
         }
@@ -71,7 +89,7 @@ impl Engine {
             positions.extend(range);
         }
         let need = self.cache.bytes_needed(&batch)?;
-        self.make_room(need)?;
+        self.make_room(need, true)?;
         if let Err(e) = self.forward(&batch, &tokens, &positions, &wanted) {
             return self.recover(rows, e, events);
         }
@@ -80,9 +98,12 @@ impl Engine {
         let mut decoding = true;
         for &(i, n) in rows {
             let s = &mut self.sequences[i];
-            if s.stored < s.prompt_len() {
+            // Tokens that were chosen before a request began again are a prompt too.
+            if s.stored + 1 < s.tokens.len() || s.stored < s.prompt_len() {
                 decoding = false;
                 s.served = step;
+            }
+            if s.stored < s.prompt_len() {
                 let (request, of) = (s.request, s.prompt_len());
                 events.push(Event::Prefilled { request, tokens: (s.stored + n).min(of), of, cached: s.cached });
             }
@@ -104,12 +125,14 @@ impl Engine {
         let Config { vocabulary, context, .. } = *self.loaded.config();
         let tokenizer = self.loaded.tokenizer().ok();
         let mut failed = Vec::new();
+        let before = events.len();
         for (&i, logits) in sequences.iter().zip(self.logits.chunks_exact(vocabulary)) {
-            match self.sequences[i].advance(logits, tokenizer, context, events) {
-                Ok(()) => self.totals.output_tokens += 1,
-                Err(e) => failed.push((i, e)),
+            if let Err(e) = self.sequences[i].advance(logits, tokenizer, context, events) {
+                failed.push((i, e));
             }
         }
+        let chosen = events[before..].iter().filter(|e| matches!(e, Event::Token { .. }));
+        self.totals.output_tokens += chosen.count() as u64;
         self.fail(failed, events)
     }
 
@@ -139,36 +162,39 @@ impl Engine {
         };
         let Some(guilty) = guilty else { return Err(error) };
         for &(i, _) in rows {
-            let s = &mut self.sequences[i];
-            s.stored = 0;
-            self.prefixes.give_back(&s.leave_pages());
-            if let Place::Cache(id) = std::mem::replace(&mut s.place, Place::Waiting) {
-                self.cache.remove_sequence(id)?;
-            }
+            self.sequences[i].stored = 0;
+            self.leave_cache(i, Place::Waiting)?;
         }
         self.fail(vec![(guilty, error)], events)
     }
 
     /// Moves a request out of the cache.
     fn move_out(&mut self, i: usize) -> Result<(), Error> {
-        let s = &mut self.sequences[i];
+        let s = &self.sequences[i];
         let Place::Cache(id) = s.place else { return Ok(()) };
-        s.place = if s.stored == 0 {
-            Place::Waiting
-        } else {
-            Place::Out(Swapped::save(&self.cache, id, self.limits.swap.as_deref())?)
+        let to = match s.stored {
+            0 => Place::Waiting,
+            _ => Place::Out(Swapped::save(&self.cache, id, self.limits.swap.as_deref())?),
         };
-        self.prefixes.give_back(&s.leave_pages());
-        self.cache.remove_sequence(id)?;
+        self.leave_cache(i, to)?;
         self.totals.preemptions += 1;
         Ok(())
     }
 
+    /// Frees what a request holds in the cache and gives its pages back; from now on it is `to`.
+    fn leave_cache(&mut self, i: usize, to: Place) -> Result<(), Error> {
+        let s = &mut self.sequences[i];
+        self.prefixes.give_back(&s.leave_pages());
+        match std::mem::replace(&mut s.place, to) {
+            Place::Cache(id) => Ok(self.cache.remove_sequence(id)?),
+            Place::Waiting | Place::Out(_) => Ok(()),
+        }
+    }
+
     /// Brings a request into the cache, with as much of its text as is kept.
     fn enter(&mut self, i: usize) -> Result<(), Error> {
-        let waiting = matches!(self.sequences[i].place, Place::Waiting);
-        if waiting {
-            let (id, stored, chain, uses) = self.start(i)?;
+        let Place::Out(swapped) = &self.sequences[i].place else {
+            let Start { id, stored, chain, uses } = self.start(i)?;
             let s = &mut self.sequences[i];
             (s.place, s.stored) = (Place::Cache(id), stored);
             if s.enters() {
@@ -178,15 +204,23 @@ impl Engine {
             }
             (s.chain, s.uses) = (chain, uses);
             return Ok(());
-        }
+        };
+        let bytes = swapped.bytes;
         let stored = self.sequences[i].stored;
-        let chain = self.kept_chain(&self.sequences[i].tokens[..stored])?;
+        let mut chain = self.kept_chain(&self.sequences[i].tokens[..stored])?;
         self.prefixes.take(&chain);
+        let shared = self.prefixes.pages(&chain).into_iter().map(|page| self.cache.page_bytes(page).unwrap_or(0));
+        let missing = bytes.saturating_sub(shared.sum());
+        if !self.make_room(missing, false)? {
+            // The last resort may take the very pages that it would share.
+            self.prefixes.give_back(&chain);
+            self.make_room(bytes, true)?;
+            chain = self.kept_chain(&self.sequences[i].tokens[..stored])?;
+            self.prefixes.take(&chain);
+        }
         let pages = self.prefixes.pages(&chain);
-        let result = self.make_room(self.cache.bytes_at(stored)).and_then(|_| {
-            let Place::Out(swapped) = &mut self.sequences[i].place else { unreachable!("neither in nor waiting") };
-            swapped.restore(&mut self.cache, &pages)
-        });
+        let Place::Out(swapped) = &mut self.sequences[i].place else { unreachable!("neither in nor waiting") };
+        let result = swapped.restore(&mut self.cache, &pages);
         match result {
             Ok(id) => {
                 let s = &mut self.sequences[i];
@@ -201,10 +235,9 @@ impl Engine {
     }
 
     /// A sequence in the cache that holds the first tokens of request `i`: a kept session or kept pages, whichever has more.
-    /// Out: the sequence, its tokens, their pages, and the pages that it uses.
-    fn start(&mut self, i: usize) -> Result<(SeqId, usize, Chain, Chain), Error> {
+    fn start(&mut self, i: usize) -> Result<Start, Error> {
         if !self.limits.share_prefixes && self.prefixes.sessions().is_empty() {
-            return Ok((self.cache.add_sequence(), 0, Chain::new(), Chain::new()));
+            return Ok(Start { id: self.cache.add_sequence(), stored: 0, chain: Chain::new(), uses: Chain::new() });
         }
         let tokens = &self.sequences[i].tokens;
         // The last token always runs: its logits choose the next one.
@@ -214,8 +247,9 @@ impl Engine {
         let mut sessions: Vec<(usize, usize)> = self
             .prefixes
             .sessions_matching(&tokens[..most])
+            // What it gains is more than what it takes from whoever would go on with the whole session.
+            .filter(|(_, session, n)| n.saturating_sub(of_pages) > session.tokens.len() - n)
             .map(|(index, _, n)| (n, index))
-            .filter(|&(n, _)| n > of_pages)
             .collect();
         sessions.sort_unstable_by(|a, b| b.cmp(a));
         for (n, index) in sessions {
@@ -225,7 +259,7 @@ impl Engine {
                 self.prefixes.take(&session.chain);
                 let mut chain = session.chain.clone();
                 chain.truncate(self.page_len.map_or(0, |page_len| n / page_len));
-                return Ok((session.id, n, chain, session.chain));
+                return Ok(Start { id: session.id, stored: n, chain, uses: session.chain });
             }
         }
         let id = if chain.is_empty() {
@@ -234,7 +268,7 @@ impl Engine {
             self.cache.add_sequence_from(&self.prefixes.pages(&chain))?
         };
         self.prefixes.take(&chain);
-        Ok((id, of_pages, chain.clone(), chain))
+        Ok(Start { id, stored: of_pages, chain: chain.clone(), uses: chain })
     }
 
     /// The kept pages that this text begins with and that a sequence can start from.
@@ -248,9 +282,18 @@ impl Engine {
     /// Keeps the page that a request has just completed, if it has.
     fn keep_page(&mut self, i: usize) {
         let Some(page_len) = self.page_len else { return };
-        let s = &mut self.sequences[i];
+        let s = &self.sequences[i];
         let (Some(id), true) = (s.id(), s.stored.is_multiple_of(page_len)) else { return };
         let Some(number) = (s.stored / page_len).checked_sub(1).filter(|&n| n == s.chain.len()) else { return };
+        if !self.prefixes.has(&s.chain) {
+            return;
+        }
+        // What is packed ahead takes memory; what was used longest ago goes for it.
+        let need = self.cache.bytes_to_hold(id).unwrap_or(0);
+        if !self.make_room(need, false).unwrap_or(false) {
+            return;
+        }
+        let s = &mut self.sequences[i];
         let tokens = &s.tokens[number * page_len..s.stored];
         let node = match self.prefixes.child(s.chain.last().copied(), tokens) {
             Some(node) => node,

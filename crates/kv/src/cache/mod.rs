@@ -12,7 +12,7 @@ mod tests;
 
 use crate::append::cpu::{Variant, best};
 use crate::{Error, LayerShape, Scheme};
-use extent::Extent;
+use extent::{Blocks, Extent};
 use half::f16;
 pub use pages::PageId;
 use pages::Pages;
@@ -316,12 +316,26 @@ impl Cache {
                 let mut extent = stores[layer].extent;
                 now += extent.append(spec, entry.rows).bytes(spec, copies) as isize;
                 now += stores[layer].bytes_to_own(spec, &self.pools) as isize;
-                freed += extent.commit(spec).bytes(spec, copies) as isize;
+                let gone = extent.commit(spec);
+                freed += stores[layer].bytes_given_back(spec, &self.pools, gone, copies) as isize;
             }
             most = most.max(now);
             now -= freed;
         }
         Ok(most as usize)
+    }
+
+    /// Bytes that [`Cache::hold_page`] takes for what it packs ahead of time.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchSequence`].
+    pub fn bytes_to_hold(&self, seq: SeqId) -> Result<usize, Error> {
+        let stores = self.sequences.get(&seq).ok_or(Error::NoSuchSequence { id: seq.0 })?;
+        let of = |(store, spec): (&Store, &LayerSpec)| {
+            let groups = { store.extent }.seal(spec);
+            Blocks { groups, ..Blocks::default() }.bytes(spec, false)
+        };
+        Ok(stores.iter().zip(&self.layers).map(of).sum())
     }
 
     /// Most bytes that a sequence takes on its way to `len` tokens when its first `prompt` come in steps of at most `rows`
@@ -338,7 +352,8 @@ impl Cache {
             }
             at += step;
         }
-        most
+        // Steps that begin inside a block reach into one more.
+        most + self.layers.iter().map(|spec| spec.plain.block_bytes(spec.shape.kv_heads)).max().unwrap_or(0)
     }
 
     /// Bytes that a sequence of `len` tokens takes between steps.

@@ -140,6 +140,22 @@ impl Cache {
         Ok(held.layers.iter().zip(&self.layers).map(of).sum())
     }
 
+    /// Bytes of those of a page's blocks that nobody else owns: what releasing it frees now.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchPage`].
+    pub fn page_bytes_alone(&self, page: PageId) -> Result<usize, Error> {
+        let held = self.pages.pages.get(&page).ok_or(Error::NoSuchPage { id: page.0 })?;
+        let alone = |pool: usize, blocks: &mut dyn Iterator<Item = &Block>| {
+            let pool = self.pools.get(pool);
+            blocks.filter(|b| !pool.is_shared(b)).count() * pool.block_bytes()
+        };
+        let of = |(part, spec): (&Part, &LayerSpec)| {
+            alone(spec.page_unit().1, &mut part.blocks.iter().flatten()) + alone(spec.sink_pool, &mut part.sinks.iter())
+        };
+        Ok(held.layers.iter().zip(&self.layers).map(of).sum())
+    }
+
     /// Pages held.
     pub fn pages(&self) -> usize {
         self.pages.pages.len()

@@ -2,7 +2,7 @@
 //! How many blocks that are, and when they come and go, says extent.rs.
 //! NOT here: several sequences, checks of a call (cache/mod.rs), the formula (quant/), sharing (pages.rs).
 
-use super::extent::Extent;
+use super::extent::{Blocks, Extent};
 use super::layout::{BLOCK_LEN, PlainLayout, RecordLayout};
 use super::pools::{BlockUse, Pools};
 use crate::append::cpu::Variant;
@@ -228,6 +228,17 @@ impl Store {
         let into = self.tail.get((len - tail_start) / BLOCK_LEN).filter(|_| !len.is_multiple_of(BLOCK_LEN));
         let sinks = self.sink_block.as_ref().filter(|_| len < spec.sinks.tokens);
         shared(spec.plain_pool, into) + shared(spec.sink_pool, sinks)
+    }
+
+    /// Bytes of the blocks that a commit after so many more rows gives back: those that others own too stay.
+    pub(crate) fn bytes_given_back(&self, spec: &LayerSpec, pools: &Pools, gone: Blocks, copies: bool) -> usize {
+        let shared = |pool: usize, blocks: &[Block], gone: usize| {
+            let pool = pools.get(pool);
+            blocks.iter().take(gone).filter(|b| pool.is_shared(b)).count()
+        };
+        let tail = shared(spec.plain_pool, &self.tail, gone.tail);
+        let groups = shared(spec.record_pool, &self.groups, gone.groups);
+        gone.bytes(spec, copies) - Blocks { tail, groups, sinks: 0 }.bytes(spec, false)
     }
 
     /// Keeps every row for good and frees what no later query sees.
