@@ -48,6 +48,7 @@ impl Metrics {
             describe_gauge!("kvant_kv_blocks", "Blocks of the cache by state.");
             describe_gauge!("kvant_kv_bytes", "Bytes of the cache by kind; swapped ones are outside of it.");
             describe_gauge!("kvant_kv_held_bytes", "All bytes that the cache holds.");
+            describe_gauge!("kvant_kv_kept_bytes", "Bytes of them kept for requests to come, which no request needs.");
             describe_gauge!("kvant_kv_budget_bytes", "Most bytes the cache may hold.");
             describe_gauge!("kvant_kv_kept", "Pages and finished sessions that are kept for requests to come.");
             describe_gauge!("kvant_prefix_hit_rate", "Part of all prompt tokens that shared pages had already.");
@@ -134,6 +135,7 @@ impl Metrics {
                 gauge!("kvant_kv_bytes", "kind" => kind).set(n as f64);
             }
             gauge!("kvant_kv_held_bytes").set(held_bytes(&e) as f64);
+            gauge!("kvant_kv_kept_bytes").set(e.kept_bytes as f64);
             if let Some(budget) = e.budget_bytes {
                 gauge!("kvant_kv_budget_bytes").set(budget as f64);
             }

@@ -93,7 +93,7 @@ impl Shared {
             "model": model, "scheme": scheme, "context": context, "draining": draining,
             "uptime_s": self.started.elapsed().as_secs_f64(),
             "waiting": e.waiting, "running": e.running, "swapped": e.swapped, "requests": requests,
-            "budget_bytes": e.budget_bytes, "held_bytes": held_bytes(&e), "packed_bytes": e.bytes.packed_bytes,
+            "budget_bytes": e.budget_bytes, "held_bytes": held_bytes(&e), "kept_bytes": e.kept_bytes, "packed_bytes": e.bytes.packed_bytes,
             "window_bytes": e.bytes.window_bytes, "copy_bytes": e.bytes.copy_bytes,
             "f16_bytes_equivalent": e.bytes.f16_bytes_equivalent, "swapped_bytes": e.swapped_bytes,
             "blocks": { "used": e.blocks_used, "free": e.blocks_free, "shared": e.blocks_shared },

@@ -20,7 +20,7 @@ pub struct ApiError {
     /// The field that is wrong.
     pub param: Option<String>,
     /// The same for the log, where what a client made up has no place.
-    pub for_log: Option<String>,
+    pub for_log: Option<Box<str>>,
     /// Finer than the class.
     pub code: Option<&'static str>,
     /// Seconds after which the same request may be tried again.
@@ -55,14 +55,14 @@ impl ApiError {
     /// A field with a value that it does not take; the sentence begins with its name.
     pub fn field(name: &str, why: impl std::fmt::Display) -> Self {
         let why = short(&why.to_string(), LONGEST_WHY);
-        let (param, for_log) = (Some(name.to_string()), Some(name.to_string()));
+        let (param, for_log) = (Some(name.to_string()), Some(name.into()));
         Self { param, for_log, ..Self::invalid(format!("{name}: {why}")) }
     }
 
     /// A field that nobody knows, `at` some place with its separator: its name is the client's own words.
     pub fn unknown(at: &str, name: &str, why: impl std::fmt::Display) -> Self {
         let full = format!("{at}{}", short(name, LONGEST_NAME));
-        Self { for_log: Some(format!("{at}unknown")), ..Self::field(&full, why) }
+        Self { for_log: Some(format!("{at}unknown").into()), ..Self::field(&full, why) }
     }
 
     /// A prompt of more tokens than a context holds.

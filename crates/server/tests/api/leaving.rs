@@ -39,7 +39,11 @@ fn leaves(limits: Limits) {
         // The one under way, and one for the way of the news.
         let further = gone["steps"].as_u64().unwrap() - steps;
         assert!(further <= 2, "stream: {stream}: {further} further steps");
-        assert_eq!((&gone["held_bytes"], &gone["blocks"]["used"]), (&json!(0), &json!(0)), "stream: {stream}");
+        assert_eq!(
+            (&gone["held_bytes"], &gone["kept_bytes"], &gone["blocks"]["used"]),
+            (&json!(0), &json!(0), &json!(0)),
+            "stream: {stream}"
+        );
     }
     let text = site.get("/metrics").text();
     assert!(text.contains("kvant_requests_finished_total{reason=\"cancelled\"} 2"), "{text}");
