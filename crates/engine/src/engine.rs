@@ -319,7 +319,7 @@ impl Engine {
             blocks_used: self.cache.blocks().0,
             blocks_shared: self.cache.blocks().1,
             blocks_free: None,
-            kept_bytes: self.view().kept_bytes(),
+            kept_bytes: self.kept_bytes(),
             pages: self.prefixes.len(),
             sessions: self.prefixes.sessions().len(),
             totals: self.totals,

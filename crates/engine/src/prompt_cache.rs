@@ -44,6 +44,11 @@ impl Engine {
     /// [`Error::PromptCache`] when the file cannot be written, and those of [`Engine::generate`].
     pub fn save_prompt(&mut self, tokens: &[u32], path: &Path) -> Result<(), Error> {
         self.check_prompt(tokens)?;
+        // A rename would put a file in the place of a device, a pipe or a link.
+        if std::fs::symlink_metadata(path).is_ok_and(|m| !m.is_file()) {
+            let why = "there is something that is not a regular file".into();
+            return Err(Error::PromptCache { path: path.into(), why });
+        }
         self.clear()?;
         self.save_checked(tokens, path).or_else(|e| {
             // A half-stored prompt is nobody's.
@@ -94,6 +99,10 @@ impl Engine {
     pub fn restore_prompt(&mut self, path: &Path) -> Result<Vec<u32>, Error> {
         self.clear()?;
         let no = |why: String| Error::PromptCache { path: path.into(), why };
+        // Opening a pipe would wait for a writer.
+        if std::fs::metadata(path).is_ok_and(|m| !m.is_file()) {
+            return Err(no("it is not a regular file".into()));
+        }
         let mut file = File::open(path).map_err(|e| no(e.to_string()))?;
         let bytes = summed_bytes(&mut file).map_err(no)?;
         let mut file = BufReader::with_capacity(1 << 20, file).take(bytes);

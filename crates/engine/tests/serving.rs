@@ -474,6 +474,12 @@ fn a_prompt_kept_in_a_file_goes_on_as_if_it_had_just_been_computed() {
         assert_eq!(same.status().blocks_used, 0);
         std::fs::remove_file(&path).unwrap();
         why(&mut same);
+        // Links, and whatever else is no regular file, stay what they are.
+        std::os::unix::fs::symlink("nowhere", &path).unwrap();
+        assert!(matches!(same.save_prompt(&texts[3], &path), Err(Error::PromptCache { .. })));
+        assert!(std::fs::symlink_metadata(&path).unwrap().is_symlink());
+        std::fs::remove_file(&path).unwrap();
+        assert!(matches!(same.restore_prompt(folder.path()), Err(Error::PromptCache { .. })));
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "nothing half-written stays");
     }
 }

@@ -40,8 +40,9 @@ impl View<'_> {
         chain
     }
 
-    /// Bytes that nobody needs: pages, sessions, and finished requests that nobody has taken yet.
-    pub(super) fn kept_bytes(&self) -> usize {
+    /// Bytes that nobody needs, at least: pages, sessions, and finished requests that nobody has taken yet. A session that has
+    /// its own copy of a page that another offered counts without it.
+    fn kept_bytes(&self) -> usize {
         let alone = |id, chain: &[NodeId]| {
             let shared = self.pages_bytes(self.prefixes.pages(chain));
             self.cache.sequence_bytes(id).unwrap_or(0).saturating_sub(shared)
@@ -132,6 +133,15 @@ impl Engine {
             budget: self.limits.kv_memory,
             free: OnceCell::new(),
         }
+    }
+
+    /// Bytes that no request needs: pages, sessions, and finished requests that nobody has taken yet. Counted block by block,
+    /// where [`View`] takes a lower bound.
+    pub(super) fn kept_bytes(&self) -> usize {
+        let sessions = self.prefixes.sessions().iter().map(|s| s.id);
+        let sequences: Vec<_> = self.done.iter().filter_map(Sequence::id).chain(sessions).collect();
+        let pages: Vec<_> = self.prefixes.pages_by_use(false).collect();
+        self.cache.bytes_held_by(&sequences, &pages)
     }
 
     /// Gives up every page and session that is kept for requests to come.

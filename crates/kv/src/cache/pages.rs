@@ -12,7 +12,7 @@ use super::store::{LayerSpec, Store};
 use super::{Cache, SeqId};
 use crate::device::cpu::Block;
 use crate::{Arm, Error, Scheme};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 /// Handle of a page in a [`Cache`]. Not reused while the cache lives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -154,6 +154,31 @@ impl Cache {
             alone(spec.page_unit().1, &mut part.blocks.iter().flatten()) + alone(spec.sink_pool, &mut part.sinks.iter())
         };
         Ok(held.layers.iter().zip(&self.layers).map(of).sum())
+    }
+
+    /// Bytes of the blocks that these sequences and pages hold together, those of several owners once. Handles that are not
+    /// in this cache count nothing.
+    pub fn bytes_held_by(&self, sequences: &[SeqId], pages: &[PageId]) -> usize {
+        let mut blocks = HashSet::new();
+        let mut bytes = 0;
+        let mut count = |pool: usize, block: &Block| {
+            if blocks.insert((pool, block.place())) {
+                bytes += self.pools.get(pool).block_bytes();
+            }
+        };
+        for (layer, spec) in self.layers.iter().enumerate() {
+            for store in sequences.iter().filter_map(|seq| Some(&self.sequences.get(seq)?[layer])) {
+                store.groups.iter().for_each(|b| count(spec.record_pool, b));
+                store.tail.iter().for_each(|b| count(spec.plain_pool, b));
+                store.sink_block.iter().for_each(|b| count(spec.sink_pool, b));
+                store.copy.iter().for_each(|b| count(self.copy_pools[layer].expect("copies have a pool"), b));
+            }
+            for part in pages.iter().filter_map(|page| Some(&self.pages.pages.get(page)?.layers[layer])) {
+                part.blocks.iter().flatten().for_each(|b| count(spec.page_unit().1, b));
+                part.sinks.iter().for_each(|b| count(spec.sink_pool, b));
+            }
+        }
+        bytes
     }
 
     /// Pages held.

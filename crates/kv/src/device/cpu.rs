@@ -22,6 +22,13 @@ pub(crate) struct Block {
     index: u32,
 }
 
+impl Block {
+    /// Which block of its pool it is: equal for all handles of one block.
+    pub(crate) fn place(&self) -> (u32, u32) {
+        (self.chunk, self.index)
+    }
+}
+
 struct Chunk {
     map: MmapMut,
     /// First byte that is 2 MiB-aligned.

@@ -130,6 +130,8 @@ fn blocks_are_counted_once_and_go_with_their_last_owner() {
     assert_eq!(rig.cache.bytes().packed_bytes, alone.packed_bytes);
     // 16 records and one block of sinks, which have several owners.
     assert_eq!(rig.cache.blocks().1, 17);
+    assert_eq!(rig.cache.bytes_held_by(&[donor.seq], &pages), alone.packed_bytes + alone.window_bytes);
+    assert_eq!(rig.cache.bytes_held_by(&sharers, &pages), rig.cache.bytes_held_by(&sharers[..1], &[]));
     rig.cache.remove_sequence(donor.seq).unwrap();
     sharers.iter().for_each(|seq| rig.cache.remove_sequence(*seq).unwrap());
     let bytes: usize = pages.iter().map(|page| rig.cache.page_bytes(*page).unwrap()).sum();
