@@ -406,7 +406,8 @@ async def mixed(args, seconds, flags):
     # A tenth for the allocator; and the cache may be fuller with what is kept than when it was first looked at.
     if rss > 1.1 * start["rss"] + (status["budget_bytes"] or 0):
         wrong.append(f"resident memory grew from {start['rss']} to {rss} bytes")
-    if not status["preemptions"]:
+    # A minute on a busy machine may be too short for it.
+    if seconds > 100 and not status["preemptions"]:
         wrong.append("nothing was preempted: give less --kv-memory")
     return {"flags": flags, "counts": counts, "wrong": sorted(set(wrong)), "wrong_count": len(wrong), "preemptions": status["preemptions"],
             "evictions": status["evictions"], "steps": status["steps"], "prefix_hit_rate": status["prefix_hit_rate"],
