@@ -148,16 +148,10 @@ pub fn logprobs(logits: &[f32], token: u32, top: usize) -> TokenLogprobs {
     let largest = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
     let sum: f64 = logits.iter().map(|&l| (f64::from(l) - largest).exp()).sum();
     let of = |l: f32| (f64::from(l) - largest - sum.ln()) as f32;
-    let mut best: Vec<u32> = (0..logits.len() as u32).collect();
-    let likelier = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
-    if top < best.len() {
-        if top > 0 {
-            best.select_nth_unstable_by(top - 1, likelier);
-        }
-        best.truncate(top);
-    }
+    let mut best: Vec<(u32, f32)> = if top > 0 { (0..).zip(logits.iter().copied()).collect() } else { Vec::new() };
+    keep_likeliest(&mut best, top);
     best.sort_unstable_by(likelier);
-    let top = best.into_iter().map(|t| (t, of(logits[t as usize]))).collect();
+    let top = best.into_iter().map(|(token, l)| (token, of(l))).collect();
     TokenLogprobs { logprob: of(logits[token as usize]), top }
 }
 

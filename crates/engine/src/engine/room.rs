@@ -27,7 +27,8 @@ pub(super) struct View<'a> {
 }
 
 impl View<'_> {
-    fn pages_bytes(&self, pages: impl IntoIterator<Item = PageId>) -> usize {
+    /// Bytes of these pages together.
+    pub fn pages_bytes(&self, pages: impl IntoIterator<Item = PageId>) -> usize {
         pages.into_iter().map(|page| self.cache.page_bytes(page).unwrap_or(0)).sum()
     }
 
@@ -40,9 +41,9 @@ impl View<'_> {
         chain
     }
 
-    /// Bytes that nobody needs, at least: pages, sessions, and finished requests that nobody has taken yet. A session that has
+    /// Bytes that nobody needs, as a lower bound that is cheap to have in every step: pages, sessions, and finished requests that nobody has taken yet. A session that has
     /// its own copy of a page that another offered counts without it.
-    fn kept_bytes(&self) -> usize {
+    fn kept_at_least(&self) -> usize {
         let alone = |id, chain: &[NodeId]| {
             let shared = self.pages_bytes(self.prefixes.pages(chain));
             self.cache.sequence_bytes(id).unwrap_or(0).saturating_sub(shared)
@@ -71,7 +72,7 @@ impl Outlook for View<'_> {
             let used = self.prefixes.pages_by_use(true);
             let last_resort: usize = used.map(|page| self.cache.page_bytes_alone(page).unwrap_or(0)).sum();
             let held = self.cache.held_bytes();
-            budget.saturating_sub(held) + (self.kept_bytes() + last_resort).min(held)
+            budget.saturating_sub(held) + (self.kept_at_least() + last_resort).min(held)
         })
     }
 
@@ -150,12 +151,16 @@ impl Engine {
     /// None in practice; those of the cache.
     pub fn release_kept(&mut self) -> Result<(), Error> {
         while let Some(victim) = self.prefixes.victim() {
-            match victim {
-                Victim::Session(session) => self.cache.remove_sequence(session.id)?,
-                Victim::Page(page) => self.cache.release_page(page)?,
-            }
+            self.give_up(victim)?;
         }
         Ok(())
+    }
+
+    fn give_up(&mut self, victim: Victim) -> Result<(), Error> {
+        match victim {
+            Victim::Session(session) => Ok(self.cache.remove_sequence(session.id)?),
+            Victim::Page(page) => Ok(self.cache.release_page(page)?),
+        }
     }
 
     pub(super) fn bounds(&self) -> Bounds {
@@ -181,15 +186,12 @@ impl Engine {
                 }
                 continue;
             }
-            match self.prefixes.victim() {
-                Some(Victim::Session(session)) => self.cache.remove_sequence(session.id)?,
-                Some(Victim::Page(page)) => self.cache.release_page(page)?,
-                None if !must => return Ok(false),
-                None => match self.prefixes.last_resort() {
-                    Some(page) => self.cache.release_page(page)?,
-                    None => return Ok(false),
-                },
-            }
+            let victim = match self.prefixes.victim() {
+                None if must => self.prefixes.last_resort().map(Victim::Page),
+                victim => victim,
+            };
+            let Some(victim) = victim else { return Ok(false) };
+            self.give_up(victim)?;
             self.totals.evictions += 1;
         }
         Ok(true)

@@ -209,8 +209,7 @@ impl Engine {
         let stored = self.sequences[i].stored;
         let mut chain = self.kept_chain(&self.sequences[i].tokens[..stored])?;
         self.prefixes.take(&chain);
-        let shared = self.prefixes.pages(&chain).into_iter().map(|page| self.cache.page_bytes(page).unwrap_or(0));
-        let missing = bytes.saturating_sub(shared.sum());
+        let missing = bytes.saturating_sub(self.view().pages_bytes(self.prefixes.pages(&chain)));
         if !self.make_room(missing, false)? {
             // The last resort may take the very pages that it would share.
             self.prefixes.give_back(&chain);

@@ -153,7 +153,7 @@ impl Attention {
 
         let oldest = |(i, view): (usize, &SeqView<'_>)| {
             let entry = i % batch.len();
-            let own = (view.len + 1 - batch[entry].rows).saturating_sub(view.spec.visible.unwrap_or(usize::MAX));
+            let own = view.spec.first_seen(view.len - batch[entry].rows);
             own.max(options.first_visible.get(entry).copied().unwrap_or(0))
         };
         let sources: Vec<_> = views

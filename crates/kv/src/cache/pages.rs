@@ -10,7 +10,7 @@ use super::layout::BLOCK_LEN;
 use super::pools::Pools;
 use super::store::{LayerSpec, Store};
 use super::{Cache, SeqId};
-use crate::device::cpu::Block;
+use crate::device::cpu::{Block, BlockPool};
 use crate::{Arm, Error, Scheme};
 use std::collections::{BTreeMap, HashSet};
 
@@ -132,12 +132,7 @@ impl Cache {
     /// # Errors
     /// [`Error::NoSuchPage`].
     pub fn page_bytes(&self, page: PageId) -> Result<usize, Error> {
-        let held = self.pages.pages.get(&page).ok_or(Error::NoSuchPage { id: page.0 })?;
-        let of = |(part, spec): (&Part, &LayerSpec)| {
-            let blocks = part.blocks.iter().flatten().count() * self.pools.get(spec.page_unit().1).block_bytes();
-            blocks + part.sinks.as_ref().map_or(0, |_| self.pools.get(spec.sink_pool).block_bytes())
-        };
-        Ok(held.layers.iter().zip(&self.layers).map(of).sum())
+        self.page_bytes_of(page, |_, _| true)
     }
 
     /// Bytes of those of a page's blocks that nobody else owns: what releasing it frees now.
@@ -145,13 +140,17 @@ impl Cache {
     /// # Errors
     /// [`Error::NoSuchPage`].
     pub fn page_bytes_alone(&self, page: PageId) -> Result<usize, Error> {
+        self.page_bytes_of(page, |pool, block| !pool.is_shared(block))
+    }
+
+    fn page_bytes_of(&self, page: PageId, counts: impl Fn(&BlockPool, &Block) -> bool) -> Result<usize, Error> {
         let held = self.pages.pages.get(&page).ok_or(Error::NoSuchPage { id: page.0 })?;
-        let alone = |pool: usize, blocks: &mut dyn Iterator<Item = &Block>| {
+        let bytes = |pool: usize, blocks: &mut dyn Iterator<Item = &Block>| {
             let pool = self.pools.get(pool);
-            blocks.filter(|b| !pool.is_shared(b)).count() * pool.block_bytes()
+            blocks.filter(|b| counts(pool, b)).count() * pool.block_bytes()
         };
         let of = |(part, spec): (&Part, &LayerSpec)| {
-            alone(spec.page_unit().1, &mut part.blocks.iter().flatten()) + alone(spec.sink_pool, &mut part.sinks.iter())
+            bytes(spec.page_unit().1, &mut part.blocks.iter().flatten()) + bytes(spec.sink_pool, &mut part.sinks.iter())
         };
         Ok(held.layers.iter().zip(&self.layers).map(of).sum())
     }

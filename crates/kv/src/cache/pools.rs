@@ -73,6 +73,24 @@ impl Pools {
         self.get_mut(index).alloc()
     }
 
+    /// A block of each of these pools, or none at all.
+    ///
+    /// # Errors
+    /// As [`Pools::alloc`].
+    pub(crate) fn alloc_all(&mut self, indices: impl IntoIterator<Item = usize>) -> Result<Vec<Block>, Error> {
+        let mut taken = Vec::new();
+        for index in indices {
+            match self.alloc(index) {
+                Ok(block) => taken.push((index, block)),
+                Err(e) => {
+                    taken.into_iter().for_each(|(index, block)| self.get_mut(index).free(block));
+                    return Err(e);
+                }
+            }
+        }
+        Ok(taken.into_iter().map(|(_, block)| block).collect())
+    }
+
     /// A block that may be written: `block` itself, or a copy of it when others own it too.
     ///
     /// # Errors

@@ -108,23 +108,14 @@ impl Store {
             pools.make_own(spec.plain_pool, block)?;
         }
         let new_copy = copy_pool.map_or(0, |_| new.groups * (group_len / BLOCK_LEN));
-        let mut taken = Vec::new();
         let wanted = [
             (spec.plain_pool, new.tail),
             (spec.record_pool, new.groups),
             (copy_pool.unwrap_or(0), new_copy),
             (spec.sink_pool, new.sinks),
         ];
-        for pool in wanted.into_iter().flat_map(|(pool, n)| std::iter::repeat_n(pool, n)) {
-            match pools.alloc(pool) {
-                Ok(block) => taken.push((pool, block)),
-                Err(e) => {
-                    taken.into_iter().for_each(|(pool, block)| pools.get_mut(pool).free(block));
-                    return Err(e);
-                }
-            }
-        }
-        let mut taken = taken.into_iter().map(|(_, block)| block);
+        let wanted = wanted.into_iter().flat_map(|(pool, n)| std::iter::repeat_n(pool, n));
+        let mut taken = pools.alloc_all(wanted)?.into_iter();
         self.tail.extend(taken.by_ref().take(new.tail));
         let records: Vec<_> = taken.by_ref().take(new.groups).collect();
         self.copy.extend(taken.by_ref().take(new_copy));
@@ -302,16 +293,7 @@ impl Store {
     /// As [`Pools::alloc`]; then nothing has changed.
     pub(crate) fn seal(&mut self, spec: &LayerSpec, pools: &mut Pools, kernel: &Variant) -> Result<(), Error> {
         let new = { self.extent }.seal(spec);
-        let mut records = Vec::with_capacity(new);
-        for _ in 0..new {
-            match pools.alloc(spec.record_pool) {
-                Ok(block) => records.push(block),
-                Err(e) => {
-                    records.into_iter().for_each(|b| pools.get_mut(spec.record_pool).free(b));
-                    return Err(e);
-                }
-            }
-        }
+        let records = pools.alloc_all(std::iter::repeat_n(spec.record_pool, new))?;
         records.into_iter().for_each(|block| self.pack_group(spec, pools, kernel, block));
         Ok(())
     }
