@@ -145,12 +145,9 @@ pub struct GenerateArgs {
     /// Model: a name (see `kvant pull`) or a path to a .gguf file or a model folder
     #[arg(long, value_name = "MODEL", default_value = models::DEFAULT)]
     pub model: String,
-    /// How the cache stores tokens: a scheme, a preset (safe, balanced, small) or a scheme file [default: balanced; f16 or bf16 with that --arm]
-    #[arg(long, value_name = "SCHEME")]
-    pub kv: Option<String>,
-    /// Way to decode [default: fused; f16 or bf16 with that --kv]
-    #[arg(long, value_name = "ARM")]
-    pub arm: Option<ArmName>,
+    /// How tokens are stored and read.
+    #[command(flatten)]
+    pub cache: CacheArgs,
     /// Prompt, or - to read it from stdin
     #[arg(
         long,
@@ -188,6 +185,17 @@ pub struct GenerateArgs {
     /// --max-tokens 1: a prompt's first token comes from its prefill)
     #[arg(long)]
     pub json: bool,
+}
+
+/// How tokens are stored and read: a command that decodes with one scheme.
+#[derive(Debug, Clone, Args)]
+pub struct CacheArgs {
+    /// How the cache stores tokens: a scheme, a preset (safe, balanced, small) or a scheme file [default: balanced; f16 or bf16 with that --arm]
+    #[arg(long, value_name = "SCHEME")]
+    pub kv: Option<String>,
+    /// Way to decode [default: fused; f16 or bf16 with that --kv]
+    #[arg(long, value_name = "ARM")]
+    pub arm: Option<ArmName>,
 }
 
 /// How tokens are chosen.

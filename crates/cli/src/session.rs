@@ -142,6 +142,17 @@ pub fn schemes_and_arm(kv: Option<&str>, arm: Option<ArmName>, layers: usize) ->
     Ok((schemes, arm))
 }
 
+/// Whether `--kv`, when it is no file, says how to store tokens: before any model is opened.
+///
+/// # Errors
+/// [`Failure`] says what is wrong with it.
+pub fn check_text(kv: Option<&str>) -> Result<()> {
+    if let Some(kv) = kv.filter(|kv| !kvant_engine::schemes::is_file(kv)) {
+        kvant_engine::schemes::parse_layer(kv).map_err(Failure::from)?;
+    }
+    Ok(())
+}
+
 /// An engine over a model, without limits.
 ///
 /// # Errors

@@ -1,6 +1,6 @@
 //! The command line of `kvant serve`. In: words; out: checked values. NOT here: what schemes and models are (the command).
 
-use super::{ArmName, Machine};
+use super::{CacheArgs, Machine};
 use crate::models;
 use crate::units::{parse_bytes, parse_count, parse_whole};
 use clap::{Args, ValueEnum};
@@ -29,12 +29,9 @@ pub struct ServeArgs {
     /// Model: a name (see `kvant pull`; also OWNER/NAME of the hub), or a path to a .gguf file or a model folder
     #[arg(long, value_name = "MODEL", default_value = models::DEFAULT)]
     pub model: String,
-    /// How the cache stores tokens: a scheme, a preset (safe, balanced, small) or a scheme file [default: balanced; f16 or bf16 with that --arm]
-    #[arg(long, value_name = "SCHEME")]
-    pub kv: Option<String>,
-    /// Way to decode [default: fused; f16 or bf16 with that --kv]
-    #[arg(long, value_name = "ARM")]
-    pub arm: Option<ArmName>,
+    /// How tokens are stored and read.
+    #[command(flatten)]
+    pub cache: CacheArgs,
     /// Address to listen on; 0.0.0.0 is every address of this machine
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1", help_heading = "Network")]
     pub host: String,

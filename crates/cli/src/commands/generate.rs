@@ -56,11 +56,9 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     let threads = args.machine.threads()?;
     check_kernel(args.kernel.as_deref())?;
     let prompts = prompts(args)?;
-    if let Some(kv) = args.kv.as_deref().filter(|kv| !kvant_engine::schemes::is_file(kv)) {
-        kvant_engine::schemes::parse_layer(kv).map_err(Failure::from)?;
-    }
+    session::check_text(args.cache.kv.as_deref())?;
     let located = session::locate(&args.model)?;
-    let (schemes, arm) = session::schemes_and_arm(args.kv.as_deref(), args.arm, located.config.layers)?;
+    let (schemes, arm) = session::schemes_and_arm(args.cache.kv.as_deref(), args.cache.arm, located.config.layers)?;
     session::check_loud(&schemes, &located.config)?;
     let model = session::load(&located, threads)?;
     let mut engine = session::engine(&model, threads, args.kernel.as_deref(), arm, schemes)?;

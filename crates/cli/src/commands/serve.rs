@@ -30,16 +30,14 @@ pub fn run(args: &ServeArgs) -> Result<()> {
     // Cheap checks come before the model is loaded.
     let threads = args.machine.threads()?;
     check_kernel(args.kernel.as_deref())?;
-    if let Some(kv) = args.kv.as_deref().filter(|kv| !kvant_engine::schemes::is_file(kv)) {
-        kvant_engine::schemes::parse_layer(kv).map_err(Failure::from)?;
-    }
+    session::check_text(args.cache.kv.as_deref())?;
     let api_key = api_key(args.api_key.clone(), std::env::var_os(KEY))?;
     if let Some(folder) = &args.swap_dir {
         check_folder(folder)?;
     }
     let kv_memory = kv_memory(args.kv_memory)?;
     let located = session::locate(&args.model)?;
-    let (schemes, arm) = session::schemes_and_arm(args.kv.as_deref(), args.arm, located.config.layers)?;
+    let (schemes, arm) = session::schemes_and_arm(args.cache.kv.as_deref(), args.cache.arm, located.config.layers)?;
     if arm == Arm::DequantOnce {
         let hint = "leave --arm out";
         return Err(
