@@ -23,6 +23,8 @@ struct Files {
     cut: Option<&'static str>,
     /// Only who brings this token is answered.
     token: Option<&'static str>,
+    /// What it calls the content and the commit of every file.
+    labels: Option<&'static str>,
 }
 
 /// A stand-in for the hub with one repository, `owner/tiny` (branch `main` and tag `v1`).
@@ -94,11 +96,13 @@ fn answer(mut stream: TcpStream, files: &Files, log: &Mutex<Vec<String>>) -> std
     };
     let probe = headers.iter().any(|h| h == "range: bytes=0-0");
     let (body, last) = if probe { (&bytes[..1.min(bytes.len())], 0) } else { (&bytes[..], bytes.len().max(1) - 1) };
+    let etag = name.bytes().fold(7u64, |hash, b| hash.wrapping_mul(31).wrapping_add(b.into()));
+    let etag = files.labels.map_or(format!("{etag:x}"), str::to_owned);
+    let commit = files.labels.unwrap_or(COMMIT);
     write!(
         stream,
-        "HTTP/1.1 206 Partial Content\r\nETag: \"{:x}\"\r\nx-repo-commit: {COMMIT}\r\n\
+        "HTTP/1.1 206 Partial Content\r\nETag: \"{etag}\"\r\nx-repo-commit: {commit}\r\n\
          Content-Range: bytes 0-{last}/{}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
-        name.bytes().fold(7u64, |hash, b| hash.wrapping_mul(31).wrapping_add(b.into())),
         bytes.len(),
         body.len()
     )?;
@@ -256,4 +260,19 @@ fn a_token_opens_what_is_gated() {
     let run = hub.pull_with("hf:owner/tiny", temp.path(), &[("HF_TOKEN", "hf_secret")]);
     assert_eq!(run.code, Some(0), "{run:?}");
     assert!(!run.stderr.contains("hf_secret"), "{run:?}");
+}
+
+#[test]
+fn what_a_hub_calls_its_files_names_nothing_on_the_disk() {
+    for labels in ["../../../../escaped", "/", "..", "a/../../../escaped", "\u{e9}", ""] {
+        let temp = tempfile::tempdir().unwrap();
+        let models = temp.path().join("in/the/models");
+        let hub = Hub::serve(Files { labels: Some(labels), ..files("qwen3") });
+        let run = hub.pull("hf:owner/tiny", &models);
+        assert_eq!(run.code, Some(0), "{labels:?}: {run:?}");
+        for (folder, only) in [(temp.path(), "in"), (&models, "owner--tiny")] {
+            let names: Vec<_> = fs::read_dir(folder).unwrap().flatten().map(|e| e.file_name()).collect();
+            assert_eq!(names, [only], "{labels:?}");
+        }
+    }
 }

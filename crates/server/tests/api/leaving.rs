@@ -2,6 +2,7 @@
 
 use crate::site::{Answer, Setup, Site, Waits, chunk, head, slow};
 use kvant_engine::Limits;
+use kvant_kv::RowCodec;
 use kvant_server::Options;
 use serde_json::{Value, json};
 use std::io::BufReader;
@@ -74,7 +75,9 @@ fn a_group_that_leaves_frees_all_its_requests() {
 
 #[test]
 fn overload_is_answered_429_and_places_come_back() {
-    let site = Site::start(setup(2, 1, LONG));
+    // Steps so long that the three outlast a storm on any machine.
+    let codec: Option<Arc<dyn RowCodec>> = Some(Arc::new(Waits(Duration::from_millis(100))));
+    let site = Site::start(Setup { codec, ..setup(2, 1, LONG) });
     let sockets: Vec<_> =
         (0..3).map(|_| site.send("POST", "/v1/completions", &[], endless(true).to_string().as_bytes())).collect();
     site.until("two running, one waiting", |s| s["requests"].as_array().is_some_and(|r| r.len() == 3));
@@ -86,11 +89,14 @@ fn overload_is_answered_429_and_places_come_back() {
     }
     // More clients at once than there are connections: each is told.
     let told = std::thread::scope(|s| {
-        let one = || site.complete(json!({ "prompt": "x", "max_tokens": 1 })).status;
+        let one = || {
+            let answer = site.complete(json!({ "prompt": "x", "max_tokens": 1 }));
+            (answer.status != 429).then(|| answer.text())
+        };
         let asked: Vec<_> = (0..400).map(|_| s.spawn(one)).collect();
-        asked.into_iter().map(|t| t.join().unwrap()).collect::<Vec<_>>()
+        asked.into_iter().filter_map(|t| t.join().unwrap()).collect::<Vec<_>>()
     });
-    assert!(told.iter().all(|&status| status == 429), "{told:?}");
+    assert_eq!(told, [""; 0]);
     site.chat(json!({ "messages": [{ "role": "user", "content": "x" }], "n": 4 })).is_refused(
         400,
         Some("n"),

@@ -3,22 +3,21 @@
 //! in one piece, or config.json last where the folder is there. `HF_ENDPOINT` names another hub, `HF_TOKEN` opens gated models.
 //! NOT here: names (models.rs), locks and sweeping (pull.rs).
 
-use super::{failed, temporary};
+use super::{CHUNK_BYTES, failed, temporary};
 use crate::failure::Failure;
 use crate::models::HubName;
 use crate::progress;
 use anyhow::Result;
-use hf_hub::api::Progress;
 use hf_hub::api::sync::{ApiBuilder, ApiError, ApiRepo};
 use hf_hub::{Cache, Repo, RepoType};
-use indicatif::ProgressBar;
 use kvant_engine::{Source, architecture_of};
 use serde_json::{Map, Value};
-use std::cell::Cell;
 use std::collections::BTreeSet;
-use std::fs;
+use std::fs::{self, File};
+use std::io::{ErrorKind, Read as _, Write as _};
 use std::path::{Path, PathBuf};
-use std::rc::Rc;
+use ureq::Agent;
+use ureq::config::RedirectAuthHeaders;
 
 const CONFIG: &str = "config.json";
 const SINGLE: &str = "model.safetensors";
@@ -31,6 +30,8 @@ const OPTIONAL: [&str; 4] =
 struct Hub<'a> {
     name: &'a HubName,
     endpoint: String,
+    agent: Agent,
+    token: Option<String>,
     repo: ApiRepo,
     /// Where files go.
     to: PathBuf,
@@ -50,9 +51,12 @@ pub(super) fn fetch(name: &HubName, folder: &Path, path: &Path) -> Result<()> {
     let token = std::env::var("HF_TOKEN").ok().map(|t| t.trim().to_owned()).filter(|t| !t.is_empty());
     // The library looks for the token of a login below the home folder, and panics where there is none.
     let home = std::env::var_os("HF_HOME").is_some() || std::env::home_dir().is_some();
+    let token = token.or_else(|| home.then(Cache::from_env)?.token());
+    // A file may lie on another host, which is no business of the token's.
+    let agent = Agent::config_builder().redirect_auth_headers(RedirectAuthHeaders::SameHost).build().into();
     let api = ApiBuilder::from_cache(Cache::new(temp.path().join("cache")))
         .with_endpoint(endpoint.clone())
-        .with_token(token.or_else(|| home.then(Cache::from_env)?.token()))
+        .with_token(token.clone())
         .with_progress(false)
         .build()
         .map_err(|e| failure(name, &endpoint, "it", e))?;
@@ -61,7 +65,7 @@ pub(super) fn fetch(name: &HubName, folder: &Path, path: &Path) -> Result<()> {
     let info = info.map_err(|e| failure(name, &endpoint, "its list of files", e))?;
     let there: BTreeSet<&str> = info.siblings.iter().map(|file| file.rfilename.as_str()).collect();
     // A branch may move meanwhile: what belongs together is of one commit.
-    let hub = Hub { name, endpoint, repo: api.repo(at(&info.sha)), to };
+    let hub = Hub { name, endpoint, agent, token, repo: api.repo(at(&info.sha)), to };
     match &name.file {
         Some(file) => {
             hub.needs(&there, file, "`kvant pull` takes files as the repository names them")?;
@@ -150,21 +154,43 @@ impl Hub<'_> {
         Ok(serde_json::from_slice(&bytes).map_err(damaged)?)
     }
 
-    /// Fetches one file; its path in the temporary folder.
+    /// Fetches one file; its path in the temporary folder. The library's own cache would name files by what the hub's
+    /// headers say; here only checked names get to the disk.
     fn get(&self, file: &str) -> Result<PathBuf> {
-        let size = Rc::new(Cell::new(0));
-        let bar = Bar { size: size.clone(), bar: None };
-        let fetched = self.repo.download_with_progress(file, bar);
-        let fetched = fetched.map_err(|e| failure(self.name, &self.endpoint, file, e))?;
-        // The library's cache points at what it keeps under another name.
-        let kept = fs::canonicalize(&fetched).map_err(failed(&fetched))?;
-        let bytes = fs::metadata(&kept).map_err(failed(&kept))?.len();
-        if bytes != size.get() {
-            let what = format!("{file} of {} ended after {bytes} of {} bytes", self.name, size.get());
+        let refused = |e: ApiError| failure(self.name, &self.endpoint, file, e);
+        let request = self.agent.get(self.repo.url(file));
+        let response = match &self.token {
+            Some(token) => request.header("Authorization", format!("Bearer {token}")).call(),
+            None => request.call(),
+        };
+        let body = response.map_err(|e| refused(Box::new(e).into()))?.into_body();
+        let size = body.content_length();
+        let bar = progress::bytes(&format!("download {file}"), size.unwrap_or(0));
+        let path = self.to.join(file);
+        if let Some(folder) = path.parent() {
+            fs::create_dir_all(folder).map_err(failed(folder))?;
+        }
+        let mut out = File::create(&path).map_err(failed(&path))?;
+        let (mut from, mut chunk, mut bytes) = (body.into_reader(), vec![0; CHUNK_BYTES], 0);
+        loop {
+            let n = match from.read(&mut chunk) {
+                Ok(0) => break,
+                Ok(n) => n,
+                Err(e) if e.kind() == ErrorKind::Interrupted => continue,
+                Err(e) => {
+                    let what = format!("{file} of {} ended after {bytes} bytes: {e}", self.name);
+                    return Err(Failure::input(what, RETRY_HINT).into());
+                }
+            };
+            out.write_all(&chunk[..n]).map_err(failed(&path))?;
+            bytes += n as u64;
+            bar.set_position(bytes);
+        }
+        bar.finish_and_clear();
+        if let Some(size) = size.filter(|&size| size != bytes) {
+            let what = format!("{file} of {} ended after {bytes} of {size} bytes", self.name);
             return Err(Failure::input(what, RETRY_HINT).into());
         }
-        let path = self.to.join(file);
-        fs::rename(&kept, &path).map_err(failed(&path))?;
         Ok(path)
     }
 }
@@ -199,26 +225,5 @@ fn failure(name: &HubName, endpoint: &str, what: &str, e: ApiError) -> Failure {
             format!("cannot fetch {what} of {name} from {endpoint}: {e}"),
             "nothing was kept; check the network, or set HF_ENDPOINT to a mirror, and run `kvant pull` again",
         ),
-    }
-}
-
-/// A bar over the bytes of one file, and what the hub says they are.
-struct Bar {
-    size: Rc<Cell<u64>>,
-    bar: Option<ProgressBar>,
-}
-
-impl Progress for Bar {
-    fn init(&mut self, size: usize, file: &str) {
-        self.size.set(size as u64);
-        self.bar.get_or_insert_with(|| progress::bytes(&format!("download {file}"), size as u64));
-    }
-
-    fn update(&mut self, bytes: usize) {
-        self.bar.iter().for_each(|bar| bar.inc(bytes as u64));
-    }
-
-    fn finish(&mut self) {
-        self.bar.iter().for_each(ProgressBar::finish_and_clear);
     }
 }
