@@ -114,6 +114,14 @@ pub enum Error {
         /// The handle's number.
         id: usize,
     },
+    /// Codebooks that a layer cannot have.
+    #[error("codebooks of layer {layer}: {why}")]
+    Codebook {
+        /// Which layer.
+        layer: usize,
+        /// What is wrong with them.
+        why: String,
+    },
     /// A sequence that cannot be saved, or bytes that are no saved sequence of this cache.
     #[error("the saved cache cannot be used: {why}")]
     Saved {

@@ -321,8 +321,8 @@ fn golden_keys_through_a_record() {
             .collect();
         let blocks: Vec<_> = blocks.iter().map(|(k, v)| (&k[..], &v[..])).collect();
         let mut record = vec![0; layout.record_bytes];
-        (cpu::best().write_record)(&layout, &blocks, 0, &mut record);
-        let (k_hat, v_hat) = crate::append::record::read_record(&layout, &record);
+        (cpu::best().write_record)(&layout, 0, &blocks, 0, &mut record);
+        let (k_hat, v_hat) = crate::append::record::read_record(&layout, 0, &record);
         let codes = golden.u8(&format!("{n}.codes"));
         let (scale, zero) = (golden.f16(&format!("{n}.scale")).1, golden.f16(&format!("{n}.zero")).1);
         let v_name = format!("quant.b{bits}.g64.v");

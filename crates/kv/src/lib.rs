@@ -6,6 +6,7 @@
 pub mod append;
 pub mod attend;
 pub mod cache;
+pub mod codec;
 mod device;
 mod element;
 mod error;
@@ -17,7 +18,9 @@ pub mod shape;
 
 pub use attend::{AttendOptions, Attention};
 pub use cache::{Arm, Cache, CacheBytes, LayerConfig, PageId, RowCodec, Rows, SeqId};
+pub use codec::Codec;
 pub use element::RowFormat;
 pub use error::Error;
+pub use quant::codebook::Codebook;
 pub use scheme::{Fit, PackedScheme, Scheme, SchemeError};
 pub use shape::LayerShape;

@@ -1,9 +1,10 @@
-//! Schemes: how a cache stores tokens. In: text such as `k4v2g64w128s4p512`, `k2l4v2g64w128s4.mse`, `f16` or `bf16`; out: a
-//! checked [`Scheme`], its canonical text, its bits per element, and [`Scheme::edge`], the rule that decides which keys a
-//! query sees packed.
-//! NOT here: scheme files and presets (the engine reads those), byte offsets (cache/layout.rs).
+//! Schemes: how a cache stores tokens. In: text such as `k4v2g64w128s4p512`, `k2l4v2g64w128s4.mse`, `ktq3vtq2g64`, `f16` or
+//! `bf16`; out: a checked [`Scheme`], its canonical text, its bits per element, and [`Scheme::edge`], the rule that decides
+//! which keys a query sees packed.
+//! NOT here: codecs (codec.rs), scheme files and presets (the engine reads those), byte offsets (cache/layout.rs).
 
 use crate::RowFormat;
+use crate::codec::{Codec, loud_channels};
 use std::fmt;
 use std::str::FromStr;
 
@@ -60,22 +61,20 @@ impl Fit {
 /// The numbers of a packed scheme. Build it with [`PackedScheme::new`] or by parsing, which check them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PackedScheme {
-    k_bits: u32,
-    v_bits: u32,
+    k: Codec,
+    v: Codec,
     group_len: usize,
     window_len: usize,
     sinks: usize,
     page_len: usize,
-    loud: usize,
     fit: Fit,
 }
 
 impl PackedScheme {
-    /// A checked scheme.
+    /// A checked scheme of groups with scale and zero.
     ///
     /// # Errors
-    /// [`SchemeError`] for bits outside {2,3,4,8}, group_len outside {32,64,128}, more than 16 sinks, or a page_len
-    /// that is no multiple of group_len.
+    /// [`SchemeError`] for bits outside {2,3,4,8}, and as [`PackedScheme::of_codecs`].
     pub fn new(
         k_bits: u32,
         v_bits: u32,
@@ -84,11 +83,27 @@ impl PackedScheme {
         sinks: usize,
         page_len: usize,
     ) -> Result<Self, SchemeError> {
-        let scheme = Self { k_bits, v_bits, group_len, window_len, sinks, page_len, loud: 0, fit: Fit::MinMax };
+        Self::of_codecs(Codec::affine(k_bits), Codec::affine(v_bits), group_len, window_len, sinks, page_len)
+    }
+
+    /// A checked scheme.
+    ///
+    /// # Errors
+    /// [`SchemeError`] for a codec that is none of its tensor, group_len outside {32,64,128}, more than 16 sinks, or a page_len
+    /// that is no multiple of group_len.
+    pub fn of_codecs(
+        k: Codec,
+        v: Codec,
+        group_len: usize,
+        window_len: usize,
+        sinks: usize,
+        page_len: usize,
+    ) -> Result<Self, SchemeError> {
+        let scheme = Self { k, v, group_len, window_len, sinks, page_len, fit: Fit::MinMax };
         let no = |why: String| Err(SchemeError { text: scheme.to_string(), why });
-        for (name, bits) in [("key", k_bits), ("value", v_bits)] {
-            if !BITS.contains(&bits) {
-                return no(format!("{name} bits must be 2, 3, 4 or 8, got {bits}"));
+        for (name, codec) in [("key", k), ("value", v)] {
+            if let Err(why) = codec.check(name) {
+                return no(why);
             }
         }
         if !GROUP_LENS.contains(&group_len) {
@@ -112,16 +127,18 @@ impl PackedScheme {
     /// # Errors
     /// [`SchemeError`] for a share outside {0,2,4,8}, and for keys of other than 2 bits.
     pub fn with_loud(mut self, one_in: usize) -> Result<Self, SchemeError> {
-        self.loud = one_in;
-        if !LOUD.contains(&one_in) {
-            let why = format!("one loud key channel in 2, 4 or 8 (l) is possible, got {one_in}");
-            return Err(SchemeError { text: self.to_string(), why });
+        match &mut self.k {
+            Codec::Affine { loud, .. } => *loud = one_in,
+            _ if one_in == 0 => {}
+            codec => {
+                let why = format!("loud key channels (l) go with 2-bit keys, got {codec}");
+                return Err(SchemeError { text: self.to_string(), why });
+            }
         }
-        if one_in > 0 && self.k_bits != 2 {
-            let why = format!("loud key channels (l) go with 2-bit keys, got {} bits", self.k_bits);
-            return Err(SchemeError { text: self.to_string(), why });
+        match self.k.check("key") {
+            Ok(()) => Ok(self),
+            Err(why) => Err(SchemeError { text: self.to_string(), why }),
         }
-        Ok(self)
     }
 
     /// The same with scales and zeros chosen so.
@@ -129,25 +146,29 @@ impl PackedScheme {
         Self { fit, ..self }
     }
 
+    /// The codec of keys.
+    pub fn k(&self) -> Codec {
+        self.k
+    }
+    /// The codec of values.
+    pub fn v(&self) -> Codec {
+        self.v
+    }
     /// One key channel in so many is loud (0: none).
     pub fn loud(&self) -> usize {
-        self.loud
+        self.k.as_affine().map_or(0, |(_, loud)| loud)
     }
     /// Loud channels of a head, its first ones: its share, rounded up to a multiple of 8.
     pub fn loud_channels(&self, head_dim: usize) -> usize {
-        loud_channels(self.loud, head_dim)
+        loud_channels(self.loud(), head_dim)
     }
     /// How scales and zeros are chosen.
     pub fn fit(&self) -> Fit {
         self.fit
     }
-    /// Bits of a key code.
-    pub fn k_bits(&self) -> u32 {
-        self.k_bits
-    }
-    /// Bits of a value code.
-    pub fn v_bits(&self) -> u32 {
-        self.v_bits
+    /// Bytes of one head's record: keys, and values.
+    pub fn record_bytes(&self, head_dim: usize) -> (usize, usize) {
+        (self.k.key_bytes(head_dim, self.group_len), self.v.value_bytes(head_dim, self.group_len))
     }
     /// Tokens of a group.
     pub fn group_len(&self) -> usize {
@@ -165,7 +186,7 @@ impl PackedScheme {
     pub fn page_len(&self) -> usize {
         self.page_len
     }
-    /// Channels that share one value scale: `min(group_len, head_dim)`.
+    /// Channels that share one value scale where values are [`Codec::Affine`]: `min(group_len, head_dim)`.
     pub fn v_group_len(&self, head_dim: usize) -> usize {
         self.group_len.min(head_dim)
     }
@@ -180,18 +201,11 @@ impl PackedScheme {
         by_window.max(by_page)
     }
 
-    /// Effective bits of one packed element, keys and values averaged, scale and zero (f16 each) included.
+    /// Effective bits of one packed element, keys and values averaged, parameters included.
     pub fn bits_per_element(&self, head_dim: usize) -> f64 {
-        let v_groups = head_dim.div_ceil(self.v_group_len(head_dim)) as f64;
-        let k = code_bits(self.k_bits, self.loud, head_dim) + 32.0 / self.group_len as f64;
-        let v = self.v_bits as f64 + 32.0 * v_groups / head_dim as f64;
-        (k + v) / 2.0
+        let (k, v) = self.record_bytes(head_dim);
+        8.0 * (k + v) as f64 / (2 * head_dim * self.group_len) as f64
     }
-}
-
-/// Loud channels of a head when one in `one_in` is (0: none): rounded up to whole lines of codes.
-fn loud_channels(one_in: usize, head_dim: usize) -> usize {
-    head_dim.checked_div(one_in).map_or(0, |n| n.next_multiple_of(LOUD_STEP))
 }
 
 /// Bits of a code of `bits`, averaged over the channels of a head of which one in `one_in` (0: none) has twice as many; scale and
@@ -244,11 +258,7 @@ impl Scheme {
 
 impl fmt::Display for PackedScheme {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "k{}", self.k_bits)?;
-        if self.loud > 0 {
-            write!(f, "l{}", self.loud)?;
-        }
-        write!(f, "v{}g{}", self.v_bits, self.group_len)?;
+        write!(f, "k{}v{}g{}", self.k, self.v, self.group_len)?;
         for (letter, n) in [('w', self.window_len), ('s', self.sinks), ('p', self.page_len)] {
             if n > 0 {
                 write!(f, "{letter}{n}")?;
@@ -274,8 +284,8 @@ impl fmt::Display for Scheme {
 impl FromStr for Scheme {
     type Err = SchemeError;
 
-    /// Parses `f16`, `bf16` or `k<bits>[l<one in>]v<bits>g<tokens>[w<tokens>][s<tokens>][p<tokens>][.<fit>]`, parts in that
-    /// order.
+    /// Parses `f16`, `bf16` or `k<codec>v<codec>g<tokens>[w<tokens>][s<tokens>][p<tokens>][.<fit>]`, parts in that order. A
+    /// codec is `<bits>`, of keys also `2l<one in>`, `tq<bits>`, `rvq<bits><bits>`, `sb<bits>` or `vq<centroids>x<channels>`.
     fn from_str(text: &str) -> Result<Self, SchemeError> {
         match text {
             "f16" => return Ok(Scheme::F16),
@@ -296,6 +306,16 @@ impl FromStr for Scheme {
             },
         };
         let mut rest = numbers;
+        let mut codec = |letter: char| -> Result<Codec, SchemeError> {
+            let tail = rest.strip_prefix(letter);
+            let tail = tail.ok_or_else(|| no(format!("expected `{letter}` and a codec, as in k4v4g64w128s4p512")))?;
+            let read = Codec::read(tail)
+                .map_err(|why| no(if why.is_empty() { format!("expected a number after `{letter}`") } else { why }));
+            let (codec, tail) = read?;
+            rest = tail;
+            Ok(codec)
+        };
+        let (k, v) = (codec('k')?, codec('v')?);
         let mut part = |letter: char, required: bool| -> Result<usize, SchemeError> {
             let Some(tail) = rest.strip_prefix(letter) else {
                 return if required {
@@ -309,15 +329,16 @@ impl FromStr for Scheme {
             rest = &tail[digits..];
             Ok(n)
         };
-        let (k, l) = (part('k', true)?, part('l', false)?);
-        let (v, g) = (part('v', true)?, part('g', true)?);
+        let g = part('g', true)?;
         let (w, s, p) = (part('w', false)?, part('s', false)?, part('p', false)?);
         if !rest.is_empty() {
-            return Err(no(format!("`{rest}` is not a part of a scheme (order: k l v g w s p, then .fit)")));
+            return Err(no(format!("`{rest}` is not a part of a scheme (order: k v g w s p, then .fit)")));
         }
-        let bits = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
-        let scheme = PackedScheme::new(bits(k), bits(v), g, w, s, p).and_then(|scheme| scheme.with_loud(l));
-        scheme.map(|scheme| Scheme::Packed(scheme.with_fit(fit))).map_err(|e| no(e.why))
+        let scheme = PackedScheme::of_codecs(k, v, g, w, s, p).map_err(|e| no(e.why))?;
+        if fit != Fit::MinMax && [k, v].iter().all(|codec| codec.as_affine().is_none()) {
+            return Err(no("a fit chooses scales and zeros, which neither codec has".into()));
+        }
+        Ok(Scheme::Packed(scheme.with_fit(fit)))
     }
 }
 
@@ -337,6 +358,10 @@ mod tests {
             "k2l4v2g64",
             "k2l8v3g64w128s4p512.mse",
             "k4v4g64.ls",
+            "ktq3vtq1g64w128s4p512",
+            "ksb1v4g64.mse",
+            "krvq21vvq256x8g32",
+            "kvq16x4v2g64p512",
         ] {
             assert_eq!(text.parse::<Scheme>().unwrap().to_string(), text);
         }
@@ -363,7 +388,14 @@ mod tests {
             ("k4v4g64w99999999999", "at most"),
             ("k4l4v4g64", "2-bit keys"),
             ("k2l3v4g64", "2, 4 or 8"),
-            ("k2v4l4g64", "`g`"),
+            ("k2v4l4g64", "got value bits 4"),
+            ("ktq5vtq4g64", "1, 2, 3 or 4 bits"),
+            ("krvq12v4g64", "rvq11, rvq21, rvq22"),
+            ("kvq32x4v4g64", "16 or 256"),
+            ("kvq16v4g64", "16 or 256"),
+            ("kzz4v4g64", "`zz` is no codec"),
+            ("ktq4vtq4g64.mse", "neither codec"),
+            ("ktq99999999999999999999v4g64", "1, 2, 3 or 4 bits"),
             ("k4v4g64.best", "`.best` is no fit"),
             ("k4v4g64.", "`.`"),
         ] {

@@ -2,12 +2,10 @@
 //! variant of a kernel chooses (padding, copies, scratch, two multipliers in place of one): a kernel that does more than
 //! this is measured against this all the same.
 
-use kvant_kv::{Fit, LayerShape, Scheme};
+use kvant_kv::{Codec, Fit, LayerShape, Scheme};
 
 /// Bytes of an f16.
 const F16_BYTES: usize = 2;
-/// Bytes of a group's scale and zero, f16 each.
-const PARAMS_BYTES: usize = 2 * F16_BYTES;
 
 /// Bytes of an f32: queries, outputs, and keys and values before they are stored.
 const F32_BYTES: usize = 4;
@@ -21,6 +19,8 @@ const CANDIDATE_OPS: usize = 9;
 const MSE_CANDIDATES: usize = 10;
 /// Times that `ls` refits: four sums and two products more per element, then a candidate.
 const LS_REFITS: usize = 3;
+/// Steps that sign bits of more than one bit try: quant/grid.rs.
+const SIGN_STEPS: usize = 8;
 /// What a refit's sums take.
 const REFIT_OPS: usize = CANDIDATE_OPS + 6;
 /// Operations that storing an element as f16 takes: the rounding.
@@ -38,7 +38,19 @@ fn pack_ops(scheme: Scheme) -> usize {
         Fit::Mse => MSE_CANDIDATES * CANDIDATE_OPS,
         Fit::Ls => MSE_CANDIDATES * CANDIDATE_OPS + LS_REFITS * (REFIT_OPS + CANDIDATE_OPS),
     };
-    QUANTIZE_OPS + (search(p.k_bits()) + search(p.v_bits())) / 2
+    let of = |codec: Codec| match codec {
+        Codec::Affine { bits, .. } => QUANTIZE_OPS + search(bits),
+        // A square and its sum, a product, and a comparison and sum per border.
+        Codec::Turbo { bits } => 3 + 2 * ((1 << bits) - 1),
+        Codec::Residual { first, second } => 3 + 2 * ((1 << (first + second)) - 1),
+        // The sign and two sums; with more bits per step that is tried a code (multiply, add, floor, clamp: 5), two products and
+        // sums.
+        Codec::Sign { bits: 1 } => 5,
+        Codec::Sign { .. } => 2 + SIGN_STEPS * 9,
+        // A multiply-add per centroid and channel, and per sub-vector and centroid a comparison with the best.
+        Codec::Vector { centroids, sub_len } => 2 * centroids + centroids / sub_len,
+    };
+    (of(p.k()) + of(p.v())) / 2
 }
 
 /// Compulsory bytes of one sequence of one layer.
@@ -53,8 +65,8 @@ pub struct Cost {
 impl Cost {
     /// What the newest of `kv_len` tokens must read of keys and values: each once.
     ///
-    /// Formula: with `e = edge(kv_len - 1)`, per kv head `e / group_len` groups of
-    /// `4*d + group_len*(d+loud)*k_bits/8 + group_len*(4*ceil(d/gv) + d*v_bits/8)` bytes and
+    /// Formula: with `e = edge(kv_len - 1)`, per kv head `e / group_len` groups of the bytes that the scheme's codecs say
+    /// (affine: `4*d + group_len*(d+loud)*k_bits/8 + group_len*(4*ceil(d/gv) + d*v_bits/8)`) and
     /// `kv_len - e + min(sinks, e)` tokens of `4*d` bytes.
     pub fn of(shape: LayerShape, scheme: Scheme, kv_len: usize) -> Self {
         Self::of_rows(shape, scheme, kv_len, 1)
@@ -70,10 +82,8 @@ impl Cost {
         let (packed, sinks) = match scheme {
             Scheme::F16 | Scheme::Bf16 => (0, 0),
             Scheme::Packed(p) => {
-                let g = p.group_len();
-                let k = d * PARAMS_BYTES + g * (d + p.loud_channels(d)) * p.k_bits() as usize / 8;
-                let v = g * (d.div_ceil(p.v_group_len(d)) * PARAMS_BYTES + d * p.v_bits() as usize / 8);
-                (edge / g * (k + v), p.sinks().min(edge))
+                let (k, v) = p.record_bytes(d);
+                (edge / p.group_len() * (k + v), p.sinks().min(edge))
             }
         };
         Self {

@@ -83,7 +83,18 @@ pub fn run(args: &TuneArgs) -> Result<()> {
     let config = located.config.clone();
     let (layers, head_dim) = (config.layers, config.shape.head_dim);
     let form = |tensor, bits, loud| Form { tensor, bits, loud };
-    let asked = (form(Tensor::K, scheme.k_bits(), scheme.loud()), form(Tensor::V, scheme.v_bits(), 0));
+    let bits = |codec: kvant_kv::Codec| {
+        let (bits, _) = codec.as_affine().ok_or_else(|| {
+            Failure::input(
+                format!(
+                    "{scheme}: tune chooses bits of schemes whose groups have scale and zero, and {codec} has none"
+                ),
+                "give --kv such as k2v2g64w128s4p512.ls.rotv",
+            )
+        })?;
+        Ok::<_, Failure>(bits)
+    };
+    let asked = (form(Tensor::K, bits(scheme.k())?, scheme.loud()), form(Tensor::V, bits(scheme.v())?, 0));
     let codes = (asked.0.code_bits(head_dim) + asked.1.code_bits(head_dim)) / 2.0;
     let params = scheme.bits_per_element(head_dim) - codes;
     for &bits in &args.budget_bits {

@@ -5,7 +5,7 @@
 
 pub(crate) mod cpu;
 #[cfg(test)]
-mod parity;
+pub(crate) mod parity;
 pub(crate) mod record;
 #[cfg(test)]
 pub(crate) mod reference;

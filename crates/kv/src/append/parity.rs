@@ -88,6 +88,61 @@ fn number(data: Data, random: &mut Random) -> f16 {
     }
 }
 
+/// Codecs that are not affine.
+pub(crate) const CODECS: [&str; 15] = [
+    "tq1", "tq2", "tq3", "tq4", "rvq11", "rvq21", "rvq22", "sb1", "sb2", "sb3", "sb4", "vq16x4", "vq16x8", "vq256x4",
+    "vq256x8",
+];
+
+/// Every codec of keys and of values: the bytes of the formula, and its numbers back.
+#[test]
+fn coded_records() {
+    let variants = variants();
+    let mut count = 0;
+    for head_dim in crate::shape::HEAD_DIMS {
+        for group_len in crate::scheme::GROUP_LENS {
+            for (at, k) in CODECS.into_iter().enumerate() {
+                // Over all shapes many pairs come up; the halves know nothing of each other.
+                let v = CODECS[(at * 7 + head_dim / 16 + group_len / 32) % CODECS.len()];
+                let scheme: Scheme = format!("k{k}v{v}g{group_len}").parse().unwrap();
+                let layout = RecordLayout::new(head_dim, scheme.packed().unwrap());
+                for data in [DATA[at % DATA.len()], Data::Plain] {
+                    records_of(&layout, data, [0, 1, 5, 16][at % 4], &variants, &scheme);
+                    count += 1;
+                }
+            }
+        }
+    }
+    println!("{count} records");
+}
+
+/// One record of every variant against the plain one.
+fn records_of(layout: &RecordLayout, data: Data, sinks: usize, variants: &[&'static Variant], scheme: &Scheme) {
+    let mut random = Random(0x9E37_79B9 + (layout.head_dim * 1000 + layout.group_len * 10) as u64);
+    let n = BLOCK_LEN * layout.head_dim;
+    let mut tensor = || -> Vec<f16> { (0..n).map(|_| number(data, &mut random)).collect() };
+    let blocks: Vec<_> = (0..layout.group_len / BLOCK_LEN).map(|_| (tensor(), tensor())).collect();
+    let blocks: Vec<_> = blocks.iter().map(|(k, v)| (&k[..], &v[..])).collect();
+    let mut want = vec![0; layout.record_bytes];
+    write_record_plain(layout, 0, &blocks, sinks, &mut want);
+    let rows_of = |dequantize: Dequantize| {
+        let mut rows = vec![(vec![f16::NAN; n], vec![f16::NAN; n]); blocks.len()];
+        let mut parts: Vec<_> = rows.iter_mut().map(|(k, v)| (&mut k[..], &mut v[..])).collect();
+        dequantize(layout, 0, &want, &mut parts);
+        rows
+    };
+    let want_rows = rows_of(dequantize_plain);
+    for v in variants {
+        // What was there before must not matter.
+        let mut got = vec![0xAA; layout.record_bytes];
+        (v.write_record)(layout, 0, &blocks, sinks, &mut got);
+        let case = format!("{scheme} {sinks} sinks d{} {data:?}", layout.head_dim);
+        let first = got.iter().zip(&want).position(|(a, b)| a != b);
+        assert_eq!(first, None, "{}, {case}: first wrong byte", v.name);
+        assert!(rows_of(v.dequantize) == want_rows, "{}, {case}: dequantized", v.name);
+    }
+}
+
 /// Every shape of a record, sinks and data: the bytes of the formula, and its numbers back.
 #[test]
 fn records() {
@@ -108,31 +163,9 @@ fn records() {
                         other => panic!("{text}: {other:?}"),
                     };
                     let layout = RecordLayout::new(head_dim, &scheme);
-                    let mut random = Random(0x9E37_79B9 + (head_dim * 1000 + group_len * 10 + at) as u64);
-                    let n = BLOCK_LEN * head_dim;
-                    let mut tensor = || -> Vec<f16> { (0..n).map(|_| number(data, &mut random)).collect() };
-                    let blocks: Vec<_> = (0..group_len / BLOCK_LEN).map(|_| (tensor(), tensor())).collect();
-                    let blocks: Vec<_> = blocks.iter().map(|(k, v)| (&k[..], &v[..])).collect();
                     for sinks in [0, [1, 4, 15, 16][i % 4]] {
-                        let mut want = vec![0; layout.record_bytes];
-                        write_record_plain(&layout, &blocks, sinks, &mut want);
-                        let rows_of = |dequantize: Dequantize| {
-                            let mut rows = vec![(vec![f16::NAN; n], vec![f16::NAN; n]); blocks.len()];
-                            let mut parts: Vec<_> = rows.iter_mut().map(|(k, v)| (&mut k[..], &mut v[..])).collect();
-                            dequantize(&layout, &want, &mut parts);
-                            rows
-                        };
-                        let want_rows = rows_of(dequantize_plain);
-                        for v in &variants {
-                            // What was there before must not matter.
-                            let mut got = vec![0xAA; layout.record_bytes];
-                            (v.write_record)(&layout, &blocks, sinks, &mut got);
-                            let case = format!("{scheme} {sinks} sinks d{head_dim} {data:?}");
-                            let first = got.iter().zip(&want).position(|(a, b)| a != b);
-                            assert_eq!(first, None, "{}, {case}: first wrong byte", v.name);
-                            assert!(rows_of(v.dequantize) == want_rows, "{}, {case}: dequantized", v.name);
-                            count += 1;
-                        }
+                        records_of(&layout, data, sinks, &variants, &Scheme::Packed(scheme));
+                        count += 1;
                     }
                 }
             }

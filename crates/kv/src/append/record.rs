@@ -1,11 +1,12 @@
 //! Records from codes that exist already, and records as numbers again. In: codes and parameters, or a record; out: the
 //! record's bytes, or numbers.
-//! Formula: quant/affine.rs. Keys: one group per channel over the tokens; values: one group per token and channel group.
+//! Formulas: quant/affine.rs (keys: one group per channel over the tokens; values: one group per token and channel group),
+//! quant/grid.rs, quant/codebook.rs.
 //! Errors: none (checked before).
 //! NOT here: quantizing (cpu/), when a group is due (cache/).
 
 use super::cpu::best;
-use crate::cache::layout::{Panel, RecordLayout};
+use crate::cache::layout::{Half, Panel, RecordLayout, book};
 use crate::quant::affine::Affine;
 use crate::quant::pack::{pack_panel, unpack_panel};
 use half::f16;
@@ -61,37 +62,114 @@ pub(super) fn part_planes(layout: &RecordLayout, codes: &mut [u8]) {
     }
 }
 
-/// A record as numbers. Out: `k_hat` f32 `[D][G]` (transposed, as f16 blocks hold keys), `v_hat` f32 `[G][D]`.
-pub(crate) fn read_record(layout: &RecordLayout, record: &[u8]) -> (Vec<f32>, Vec<f32>) {
+/// A kv head's record as numbers. Out: `k_hat` f32 `[D][G]` (transposed, as f16 blocks hold keys), `v_hat` f32 `[G][D]`.
+pub(crate) fn read_record(layout: &RecordLayout, head: usize, record: &[u8]) -> (Vec<f32>, Vec<f32>) {
+    (read_keys(layout, head, record), read_values(layout, head, record))
+}
+
+fn read_keys(layout: &RecordLayout, head: usize, record: &[u8]) -> Vec<f32> {
     let (d, g) = (layout.head_dim, layout.group_len);
-    let read = |bits, panels: &mut dyn Iterator<Item = Panel>, rows, stride| {
-        let mut codes = vec![0u8; rows * stride];
-        for p in panels {
-            unpack_panel(bits, p.lanes, rows, &record[p.bytes], &mut codes[p.first_lane..], stride);
+    let mut codes = match &layout.k {
+        Half::Vectors(books) => {
+            let book = book(books, head);
+            let code = sub_codes(&record[layout.k_codes()], book.centroids(), g);
+            let value = |channel: usize, token: usize| {
+                let (sub, c) = (channel / book.sub_len(), channel % book.sub_len());
+                book.values_of(sub).0[code(sub, token) as usize * book.sub_len() + c]
+            };
+            return (0..d * g).map(|i| value(i / g, i % g)).collect();
         }
-        codes
+        _ => read_panels(layout.k_bits, layout.k_panels(), layout.k_rows(), record, g),
     };
-    let mut k_codes = read(layout.k_bits, &mut layout.k_panels(), layout.k_rows(), g);
-    let (codes, lower) = k_codes.split_at_mut(g * d);
+    if let Half::Grid(grid) = &layout.k {
+        let scales = layout.k_scales(record);
+        return codes.iter().enumerate().map(|(i, &code)| grid.dequantize(scales[i % g], code)).collect();
+    }
+    let (codes, lower) = codes.split_at_mut(g * d);
     codes.iter_mut().zip(lower).for_each(|(code, lower)| *code = *code << 2 | *lower);
-    let v_codes = read(layout.v_bits, &mut layout.v_panels(), g, d);
     let (scales, zeros) = layout.k_params(record);
-    let k = (0..g * d).map(|i| Affine { scale: scales[i / g], zero: zeros[i / g] }.dequantize(k_codes[i])).collect();
+    (0..g * d).map(|i| Affine { scale: scales[i / g], zero: zeros[i / g] }.dequantize(codes[i])).collect()
+}
+
+fn read_values(layout: &RecordLayout, head: usize, record: &[u8]) -> Vec<f32> {
+    let (d, g) = (layout.head_dim, layout.group_len);
+    if let Half::Vectors(books) = &layout.v {
+        let book = book(books, head);
+        let code = sub_codes(&record[layout.all_v_codes()], book.centroids(), g);
+        let value = |token: usize, channel: usize| {
+            let (sub, c) = (channel / book.sub_len(), channel % book.sub_len());
+            book.values_of(sub).0[code(sub, token) as usize * book.sub_len() + c]
+        };
+        return (0..d * g).map(|i| value(i / d, i % d)).collect();
+    }
+    let codes = read_panels(layout.v_bits, layout.v_panels(), g, record, d);
+    if let Half::Grid(grid) = &layout.v {
+        let scales = layout.v_scales(record);
+        return codes.iter().enumerate().map(|(i, &code)| grid.dequantize(scales[i / d], code)).collect();
+    }
     let mut v = vec![0.0; g * d];
     for group in 0..layout.v_groups() {
         let (scales, zeros) = layout.v_params(record, group);
         for token in 0..g {
             let affine = Affine { scale: scales[token], zero: zeros[token] };
             for channel in layout.v_channels(group) {
-                v[token * d + channel] = affine.dequantize(v_codes[token * d + channel]);
+                v[token * d + channel] = affine.dequantize(codes[token * d + channel]);
             }
         }
     }
-    (k, v)
+    v
+}
+
+/// All codes of some panels: `[rows][stride]`.
+pub(super) fn read_panels(
+    bits: u32,
+    panels: impl Iterator<Item = Panel>,
+    rows: usize,
+    record: &[u8],
+    stride: usize,
+) -> Vec<u8> {
+    let mut codes = vec![0u8; rows * stride];
+    for p in panels {
+        unpack_panel(bits, p.lanes, rows, &record[p.bytes], &mut codes[p.first_lane..], stride);
+    }
+    codes
+}
+
+/// Codes of sub-vectors by sub-vector and token (cache/layout.rs has the format).
+pub(crate) fn sub_codes(bytes: &[u8], centroids: usize, group_len: usize) -> impl Fn(usize, usize) -> u8 {
+    let half = group_len / 2;
+    move |sub, token| match centroids {
+        16 => bytes[sub * half + token % half] >> (4 * (token / half)) & 15,
+        _ => bytes[sub * group_len + token],
+    }
+}
+
+/// Writes the codes `[subs][G]` of sub-vectors where [`sub_codes`] reads them.
+pub(super) fn write_sub_codes(codes: &[u8], centroids: usize, group_len: usize, bytes: &mut [u8]) {
+    let half = group_len / 2;
+    let used = match centroids {
+        16 => {
+            for (codes, bytes) in codes.chunks_exact(group_len).zip(bytes.chunks_exact_mut(half)) {
+                let (low, high) = codes.split_at(half);
+                bytes.iter_mut().zip(low.iter().zip(high)).for_each(|(byte, (low, high))| *byte = low | high << 4);
+            }
+            codes.len() / 2
+        }
+        _ => {
+            bytes[..codes.len()].copy_from_slice(codes);
+            codes.len()
+        }
+    };
+    bytes[used..].fill(0);
 }
 
 /// A record as f16 blocks, by the best kernel (see cpu/dequantize.rs). Shapes: `blocks`: `group_len/32` pairs of K
 /// `[D][32]` and V `[32][D]`, oldest first.
-pub(crate) fn dequantize_record(layout: &RecordLayout, record: &[u8], blocks: &mut [(&mut [f16], &mut [f16])]) {
-    (best().dequantize)(layout, record, blocks);
+pub(crate) fn dequantize_record(
+    layout: &RecordLayout,
+    head: usize,
+    record: &[u8],
+    blocks: &mut [(&mut [f16], &mut [f16])],
+) {
+    (best().dequantize)(layout, head, record, blocks);
 }

@@ -1,11 +1,12 @@
 //! The oracle of append: rows and records as the formula says, one number after another. In and out as in cpu/generic.rs.
 //! NOT here: anything fast.
 
-use super::record::{part_planes, read_record, write_panels};
-use crate::RowFormat;
-use crate::cache::layout::{BLOCK_LEN, PlainLayout, RecordLayout};
+use super::record::{part_planes, read_record, write_panels, write_sub_codes};
+use crate::cache::layout::{BLOCK_LEN, Half, PlainLayout, RecordLayout, book};
 use crate::element::Element;
 use crate::quant::affine::{Affine, quantize};
+use crate::quant::grid::Grid;
+use crate::{Codebook, RowFormat};
 use half::{bf16, f16};
 
 /// See cpu/generic.rs: rows from `slot` of a block on.
@@ -40,21 +41,88 @@ fn write_rows_of<E: Element>(
     }
 }
 
-/// See cpu/generic.rs: one group into its record.
-pub(crate) fn write_record_plain(layout: &RecordLayout, blocks: &[(&[f16], &[f16])], sinks: usize, record: &mut [u8]) {
+/// See cpu/generic.rs: one group of a kv head into its record.
+pub(crate) fn write_record_plain(
+    layout: &RecordLayout,
+    head: usize,
+    blocks: &[(&[f16], &[f16])],
+    sinks: usize,
+    record: &mut [u8],
+) {
+    let (d, g) = (layout.head_dim, layout.group_len);
+    let k =
+        |token: usize, channel: usize| blocks[token / BLOCK_LEN].0[channel * BLOCK_LEN + token % BLOCK_LEN].to_f32();
+    let v = |token: usize, channel: usize| blocks[token / BLOCK_LEN].1[token % BLOCK_LEN * d + channel].to_f32();
+    match &layout.k {
+        Half::Affine => affine_keys(layout, &k, sinks, record),
+        Half::Grid(grid) => {
+            let mut codes = vec![0; g * d];
+            for token in 0..g {
+                let (scale, row) = grid_row(grid, d, token < sinks, |channel| k(token, channel));
+                layout.k_scales_mut(record)[token] = scale;
+                (0..d).for_each(|channel| codes[channel * g + token] = row[channel]);
+            }
+            write_panels(layout.k_bits, layout.k_panels(), d, &codes, g, record);
+        }
+        Half::Vectors(books) => {
+            let book = book(books, head);
+            write_sub_codes(&sub_vectors(book, g, sinks, k), book.centroids(), g, &mut record[layout.k_codes()]);
+        }
+    }
+    match &layout.v {
+        Half::Affine => affine_values(layout, &v, sinks, record),
+        Half::Grid(grid) => {
+            let mut codes = vec![0; g * d];
+            for (token, codes) in codes.chunks_exact_mut(d).enumerate() {
+                let (scale, row) = grid_row(grid, d, token < sinks, |channel| v(token, channel));
+                layout.v_scales_mut(record)[token] = scale;
+                codes.copy_from_slice(&row);
+            }
+            write_panels(layout.v_bits, layout.v_panels(), g, &codes, d, record);
+        }
+        Half::Vectors(books) => {
+            let book = book(books, head);
+            write_sub_codes(&sub_vectors(book, g, sinks, v), book.centroids(), g, &mut record[layout.all_v_codes()]);
+        }
+    }
+}
+
+/// One token's row under a grid: scale and codes, 0 for a sink.
+fn grid_row(grid: &Grid, d: usize, sink: bool, x: impl Fn(usize) -> f32) -> (f16, Vec<u8>) {
+    let mut codes = vec![0; d];
+    if sink {
+        return (f16::ZERO, codes);
+    }
+    let row: Vec<f32> = (0..d).map(x).collect();
+    (grid.quantize(&row, &mut codes), codes)
+}
+
+/// Codes `[subs][G]`, 0 for sinks.
+fn sub_vectors(book: &Codebook, g: usize, sinks: usize, x: impl Fn(usize, usize) -> f32) -> Vec<u8> {
+    let n = book.sub_len();
+    let code = |sub: usize, token: usize| {
+        let part: Vec<f32> = (0..n).map(|c| x(token, sub * n + c)).collect();
+        if token < sinks { 0 } else { book.nearest(sub, &part) }
+    };
+    (0..book.subs() * g).map(|i| code(i / g, i % g)).collect()
+}
+
+fn affine_keys(layout: &RecordLayout, k: &impl Fn(usize, usize) -> f32, sinks: usize, record: &mut [u8]) {
     let (d, g) = (layout.head_dim, layout.group_len);
     let mut codes = vec![0; g * layout.k_rows()];
     for (channel, codes) in codes[..g * d].chunks_exact_mut(g).enumerate() {
-        let row = |block: &(&[f16], _)| block.0[channel * BLOCK_LEN..][..BLOCK_LEN].to_vec();
-        let values: Vec<f32> = blocks.iter().flat_map(row).map(f16::to_f32).collect();
+        let values: Vec<f32> = (0..g).map(|token| k(token, channel)).collect();
         layout.set_k_params(record, channel, quantize(&values, sinks, layout.k_bits_of(channel), layout.fit, codes));
     }
     part_planes(layout, &mut codes);
     write_panels(layout.k_bits, layout.k_panels(), layout.k_rows(), &codes, g, record);
-    codes.truncate(g * d);
+}
+
+fn affine_values(layout: &RecordLayout, v: &impl Fn(usize, usize) -> f32, sinks: usize, record: &mut [u8]) {
+    let (d, g) = (layout.head_dim, layout.group_len);
+    let mut codes = vec![0; g * d];
     for (token, codes) in codes.chunks_exact_mut(d).enumerate() {
-        let row = &blocks[token / BLOCK_LEN].1[token % BLOCK_LEN * d..][..d];
-        let values: Vec<f32> = row.iter().map(|x| x.to_f32()).collect();
+        let values: Vec<f32> = (0..d).map(|channel| v(token, channel)).collect();
         for group in 0..layout.v_groups() {
             let channels = layout.v_channels(group);
             let affine = if token < sinks {
@@ -70,11 +138,16 @@ pub(crate) fn write_record_plain(layout: &RecordLayout, blocks: &[(&[f16], &[f16
 }
 
 /// See cpu/dequantize.rs: a record as f16 rows.
-pub(crate) fn dequantize_plain(layout: &RecordLayout, record: &[u8], blocks: &mut [(&mut [f16], &mut [f16])]) {
+pub(crate) fn dequantize_plain(
+    layout: &RecordLayout,
+    head: usize,
+    record: &[u8],
+    blocks: &mut [(&mut [f16], &mut [f16])],
+) {
     let (d, g) = (layout.head_dim, layout.group_len);
     let largest = f16::MAX.to_f32();
     let round = |x: f32| f16::from_f32(x.clamp(-largest, largest));
-    let (k, v) = read_record(layout, record);
+    let (k, v) = read_record(layout, head, record);
     for (block, (k_out, v_out)) in blocks.iter_mut().enumerate() {
         for i in 0..BLOCK_LEN * d {
             k_out[i] = round(k[i / BLOCK_LEN * g + block * BLOCK_LEN + i % BLOCK_LEN]);

@@ -334,7 +334,7 @@ fn dequantize_all(view: &SeqView<'_>, from: usize) -> Vec<f16> {
     for (group, blocks) in seen.filter(|(group, _)| *group >= from / layout.group_len) {
         for head in 0..view.spec.shape.kv_heads {
             let blocks = blocks.chunks_exact_mut(block_bytes).map(|b| view.spec.plain.head_mut(b, head));
-            dequantize_record(layout, view.record(head, group), &mut blocks.collect::<Vec<_>>());
+            dequantize_record(layout, head, view.record(head, group), &mut blocks.collect::<Vec<_>>());
         }
     }
     rows

@@ -285,13 +285,45 @@ fn loud_channels() {
     check(cases);
 }
 
+/// Every codec but affine ones, of keys and of values, with every group_len, head_dim and arm.
+#[test]
+fn codecs() {
+    let mut cases = Vec::new();
+    for (at, codec) in crate::append::parity::CODECS.into_iter().enumerate() {
+        for group_len in crate::scheme::GROUP_LENS {
+            for head_dim in crate::shape::HEAD_DIMS {
+                let other = ["4", "2l4", "8"][at % 3].replace("2l4", "2");
+                let tail = ["w21", "w33s4", "w64s16p256"][(at + head_dim / 16) % 3];
+                for scheme in
+                    [format!("k{codec}v{other}g{group_len}{tail}"), format!("k{other}v{codec}g{group_len}{tail}")]
+                {
+                    let case = Case::decode(head_dim, scheme, 2 * group_len + 353);
+                    cases.push(Case { q_heads: [1, 4, 8, 15][at % 4], ..case.clone() });
+                    cases.push(case.clone());
+                    for arm in [Arm::DequantOnce, Arm::DequantStep] {
+                        cases.push(Case { arm, past: 140, rows: 70, ..case.clone() });
+                    }
+                }
+            }
+        }
+    }
+    check(cases);
+}
+
 #[test]
 fn every_gqa_ratio() {
     let mut cases = Vec::new();
     for ratio in 1..=crate::shape::MAX_GQA_RATIO {
-        for (head_dim, scheme) in
-            [(64, "k4v4g64w32s4"), (80, "k3v8g32"), (128, "k2v2g128w5"), (128, "k2l4v2g64"), (256, "f16"), (96, "bf16")]
-        {
+        for (head_dim, scheme) in [
+            (64, "k4v4g64w32s4"),
+            (80, "k3v8g32"),
+            (128, "k2v2g128w5"),
+            (128, "k2l4v2g64"),
+            (64, "ktq3vsb2g64"),
+            (64, "kvq16x4vvq256x4g32"),
+            (256, "f16"),
+            (96, "bf16"),
+        ] {
             let case = Case::decode(head_dim, scheme, 291);
             cases.push(Case { q_heads: 2 * ratio, kv_heads: 2, ..case });
         }
@@ -312,6 +344,9 @@ fn lengths_around_every_edge() {
         "k3v3g64w100p128",
         "k4v2g128w31s1p512",
         "k2l8v2g64w128s4p512.ls",
+        "ktq4vtq2g64w128s4p512",
+        "ksb1v4g32w7",
+        "kvq256x8vvq16x4g64w64s4",
     ];
     let edges = [2usize, 16, 32, 64, 96, 101, 128, 160, 192, 256, 512, 640, 1024];
     let mut lens: Vec<_> = edges.into_iter().flat_map(|n| [n - 1, n, n + 1]).chain([37, 201, 335]).collect();
@@ -324,7 +359,15 @@ fn lengths_around_every_edge() {
 fn softcap_sink_logits_and_first_visible() {
     let len = 1400;
     let mut cases = Vec::new();
-    for scheme in ["f16", "bf16", "k4v4g64w128s4p512", "k2v3g32s16", "k8v8g128w300"] {
+    for scheme in [
+        "f16",
+        "bf16",
+        "k4v4g64w128s4p512",
+        "k2v3g32s16",
+        "k8v8g128w300",
+        "ktq3vrvq21g64w128s4p512",
+        "kvq16x4vvq16x8g32w9",
+    ] {
         for first in [0, 1, 3, 4, 15, 16, 31, 32, 100, 511, 512, 513, 777, 1024, 1270, 1272, 1280, 1398, 1399] {
             let case = Case { first_visible: Some(first), ..Case::decode(64, scheme, len) };
             cases.push(Case { sink_logits: first % 2 == 1, ..case.clone() });
@@ -342,7 +385,16 @@ fn softcap_sink_logits_and_first_visible() {
 /// chunks whose rows begin at different keys.
 #[test]
 fn windows_of_layers() {
-    let schemes = ["f16", "bf16", "k4v4g64w128s4p512", "k2v3g32s16", "k3v8g128w20s2", "k2l4v4g64.mse"];
+    let schemes = [
+        "f16",
+        "bf16",
+        "k4v4g64w128s4p512",
+        "k2v3g32s16",
+        "k3v8g128w20s2",
+        "k2l4v4g64.mse",
+        "ktq2vtq3g64w128s4p512",
+        "ksb2vvq256x4g32s3",
+    ];
     let mut cases = Vec::new();
     for scheme in schemes {
         let case = |head_dim, past, rows, visible| Case { past, rows, visible, ..Case::decode(head_dim, scheme, 1) };
@@ -372,7 +424,7 @@ fn windows_of_layers() {
 #[test]
 fn a_row_that_sees_nothing_is_zero() {
     let shape = LayerShape::new(4, 2, 64).unwrap();
-    for scheme in ["f16", "bf16", "k4v4g32"] {
+    for scheme in ["f16", "bf16", "k4v4g32", "ktq2vtq2g32", "kvq16x4vvq256x8g32"] {
         let mut cache =
             Cache::new(&[LayerConfig { shape, scheme: scheme.parse().unwrap(), visible: None }], Arm::Fused).unwrap();
         let seq = cache.add_sequence();
@@ -406,6 +458,9 @@ fn several_rows() {
         "k2v8g32w17s16",
         "k8v3g128w1",
         "k4v4g32w0s4p32",
+        "ktq4vtq3g64w128s4p512",
+        "ksb3v4g32w32s4p64",
+        "kvq256x4vvq16x4g32w17s16",
     ];
     for scheme in schemes {
         for (past, rows) in [(0, 1), (0, 33), (0, 300), (31, 2), (64, 64), (127, 5), (200, 41), (500, 24), (509, 7)] {
@@ -429,7 +484,16 @@ fn several_rows() {
 fn dequantizing_arms() {
     let mut cases = Vec::new();
     for arm in [Arm::DequantOnce, Arm::DequantStep, Arm::F16, Arm::Bf16] {
-        for scheme in ["k4v4g64w128s4p512", "k2v3g32s4", "k8v2g128w31", "k3v8g32w64p96", "f16", "bf16"] {
+        for scheme in [
+            "k4v4g64w128s4p512",
+            "k2v3g32s4",
+            "k8v2g128w31",
+            "k3v8g32w64p96",
+            "ktq1vsb4g64w31s4",
+            "krvq22vvq16x4g32",
+            "f16",
+            "bf16",
+        ] {
             for (past, rows) in [(0, 1), (96, 1), (640, 1), (128, 20), (0, 150)] {
                 cases.push(Case { arm, past, rows, ..Case::decode(80, scheme, 1) });
             }
@@ -446,6 +510,9 @@ fn hard_data() {
             for (head_dim, rest) in [(64, "g32w16"), (128, "g64w20s4"), (80, "g64"), (256, "g128w40")] {
                 cases.push(Case { data, ..Case::decode(head_dim, format!("{bits}{rest}"), 421) });
             }
+        }
+        for scheme in ["ktq4vtq4g64w20s4", "ksb1vsb3g32w16", "krvq21vtq1g128w40"] {
+            cases.push(Case { data, ..Case::decode(128, scheme, 421) });
         }
         for scheme in ["f16", "bf16"] {
             cases.push(Case { data, ..Case::decode(128, scheme, 421) });
@@ -471,6 +538,7 @@ fn the_range_of_bf16() {
 /// One logit 15 above many flat ones: together the flat ones still carry weight, each far below the largest.
 #[test]
 fn one_logit_far_above_flat_ones() {
-    let schemes = ["k8v8g64", "k4v4g64w128s4p512", "k2v2g32", "k3v4g128w31", "f16", "bf16"];
+    let schemes =
+        ["k8v8g64", "k4v4g64w128s4p512", "k2v2g32", "k3v4g128w31", "ktq4vtq4g64", "kvq256x4vvq256x4g64", "f16", "bf16"];
     check(schemes.map(|scheme| Case { data: Data::OneHot, ..Case::decode(64, scheme, 16 * 1024 + 5) }));
 }

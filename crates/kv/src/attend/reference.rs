@@ -107,7 +107,7 @@ fn visible(view: &SeqView<'_>, head: usize, position: usize, first_visible: usiz
             let layout = view.spec.record.as_ref().expect("packed tokens have records");
             let g = layout.group_len;
             if group.as_ref().is_none_or(|x| x.0 != j / g) {
-                let (gk, gv) = read_record(layout, view.record(head, j / g));
+                let (gk, gv) = read_record(layout, head, view.record(head, j / g));
                 group = Some((j / g, gk, gv));
             }
             let (_, gk, gv) = group.as_ref().expect("just read");

@@ -2,13 +2,17 @@
 //! docs/layout.md shows it by hand.
 //! NOT here: bits inside a panel (quant/pack.rs), who owns the bytes (device/, store.rs).
 
+use crate::codec::Codec;
 use crate::element::Element;
 use crate::quant::affine::Affine;
+use crate::quant::codebook::Codebook;
+use crate::quant::grid::Grid;
 use crate::quant::pack::{PANEL_LANES, SLOT_LANES, panel_bytes};
 use crate::scheme::Fit;
 use crate::{LayerShape, PackedScheme, RowFormat};
 use half::f16;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Tokens of one block of plain rows: one panel's lanes, and a divisor of every group_len.
 pub(crate) const BLOCK_LEN: usize = 32;
@@ -21,10 +25,17 @@ pub(crate) const BLOCK_LEN: usize = 32;
 ///    then the lower two bits of the loud ones
 /// 3. V params: for each channel group: scale f16 `[G]`, zero f16 `[G]`
 /// 4. V codes: `D/32` panels of 32 lanes (channels) x G rows (tokens); one more of 16 lanes when D is no multiple of 32
-#[derive(Debug, Clone, PartialEq, Eq)]
+///
+/// A half whose codec is a grid has one scale f16 per token `[G]` as its parameters. One of sub-vectors has none, and instead of
+/// panels for each sub-vector the codes of all tokens: `[D/sub_len][G]` bytes, or with 16 centroids `[D/sub_len][G/2]` bytes, of
+/// token t in the low half of byte t and of token `G/2 + t` in the high one; zeros fill the last line.
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) struct RecordLayout {
     pub head_dim: usize,
     pub group_len: usize,
+    pub k: Half,
+    pub v: Half,
+    /// Bits of a code in a panel (0: there are no panels).
     pub k_bits: u32,
     pub v_bits: u32,
     /// Channels, the first ones, whose key codes have 4 bits in two planes of 2.
@@ -39,29 +50,92 @@ pub(crate) struct RecordLayout {
     pub record_bytes: usize,
 }
 
+/// What one half of a record, keys or values, is made of.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Half {
+    /// Groups with scale and zero.
+    Affine,
+    /// Rows with one scale.
+    Grid(Box<Grid>),
+    /// Sub-vectors: a codebook for each kv head, or one for all.
+    Vectors(Arc<[Codebook]>),
+}
+
+impl Half {
+    /// With the codebook of normal channels, where one is needed.
+    fn of(codec: Codec, head_dim: usize) -> Self {
+        match (codec, Grid::of(codec)) {
+            (_, Some(grid)) => Half::Grid(Box::new(grid)),
+            (Codec::Vector { centroids, sub_len }, _) => {
+                Half::Vectors([Codebook::of_normal(head_dim, centroids, sub_len)].into())
+            }
+            _ => Half::Affine,
+        }
+    }
+
+    /// Whether it is groups with scale and zero.
+    pub(crate) fn is_affine(&self) -> bool {
+        matches!(self, Half::Affine)
+    }
+
+    /// Bits of a code in a panel; 0 without panels.
+    fn bits(&self, codec: Codec) -> u32 {
+        match (self, codec) {
+            (Half::Grid(grid), _) => grid.bits,
+            (_, Codec::Affine { bits, .. }) => bits,
+            _ => 0,
+        }
+    }
+}
+
+/// A head's codebook.
+pub(crate) fn book(books: &[Codebook], head: usize) -> &Codebook {
+    &books[head % books.len()]
+}
+
 /// Bytes of one scale or zero.
 const PARAM_BYTES: usize = 2;
 
 impl RecordLayout {
     pub(crate) fn new(head_dim: usize, scheme: &PackedScheme) -> Self {
-        let loud = scheme.loud_channels(head_dim);
-        let layout = Self::of_shape(head_dim, scheme.group_len(), scheme.k_bits(), scheme.v_bits(), loud);
-        Self { fit: scheme.fit(), ..layout }
+        let (group_len, (k, v)) = (scheme.group_len(), (scheme.k(), scheme.v()));
+        let halves = [k, v].map(|codec| Half::of(codec, head_dim));
+        let [k_bits, v_bits] = [(&halves[0], k), (&halves[1], v)].map(|(half, codec)| half.bits(codec));
+        // Parameters of a half in bytes; those of affine halves are several per channel or token.
+        let params = |half: &Half, affine: usize| match half {
+            Half::Affine => affine,
+            Half::Grid(_) => PARAM_BYTES * group_len,
+            Half::Vectors(_) => 0,
+        };
+        let v_group_len = if halves[1].is_affine() { group_len.min(head_dim) } else { head_dim };
+        let (k_bytes, v_bytes) = scheme.record_bytes(head_dim);
+        let k_codes = params(&halves[0], 2 * PARAM_BYTES * head_dim);
+        let v_params = k_bytes;
+        let v_codes = v_params + params(&halves[1], 2 * PARAM_BYTES * group_len * head_dim.div_ceil(v_group_len));
+        let record_bytes = v_params + v_bytes;
+        let [k, v] = halves;
+        let (loud, fit) = (scheme.loud_channels(head_dim), scheme.fit());
+        Self {
+            head_dim,
+            group_len,
+            k,
+            v,
+            k_bits,
+            v_bits,
+            loud,
+            fit,
+            v_group_len,
+            k_codes,
+            v_params,
+            v_codes,
+            record_bytes,
+        }
     }
 
     /// Without loud channels.
     pub(crate) fn from_parts(head_dim: usize, group_len: usize, k_bits: u32, v_bits: u32) -> Self {
-        Self::of_shape(head_dim, group_len, k_bits, v_bits, 0)
-    }
-
-    fn of_shape(head_dim: usize, group_len: usize, k_bits: u32, v_bits: u32, loud: usize) -> Self {
-        let v_group_len = group_len.min(head_dim);
-        let k_codes = 2 * PARAM_BYTES * head_dim;
-        let v_params = k_codes + panel_bytes(k_bits, group_len, head_dim + loud);
-        let v_codes = v_params + 2 * PARAM_BYTES * group_len * head_dim.div_ceil(v_group_len);
-        let record_bytes = v_codes + panel_bytes(v_bits, head_dim, group_len);
-        let fit = Fit::MinMax;
-        Self { head_dim, group_len, k_bits, v_bits, loud, fit, v_group_len, k_codes, v_params, v_codes, record_bytes }
+        let scheme = PackedScheme::new(k_bits, v_bits, group_len, 0, 0, 0).expect("checked by the callers");
+        Self::new(head_dim, &scheme)
     }
 
     /// Rows of a key panel: channels, and once more the loud ones.
@@ -92,6 +166,31 @@ impl RecordLayout {
     /// Channels of value group `group`.
     pub(crate) fn v_channels(&self, group: usize) -> Range<usize> {
         group * self.v_group_len..((group + 1) * self.v_group_len).min(self.head_dim)
+    }
+
+    /// Scales of the keys of a grid, one per token: `[G]`.
+    pub(crate) fn k_scales<'a>(&self, record: &'a [u8]) -> &'a [f16] {
+        bytemuck::cast_slice(&record[..self.k_codes])
+    }
+
+    /// See [`RecordLayout::k_scales`].
+    pub(crate) fn k_scales_mut<'a>(&self, record: &'a mut [u8]) -> &'a mut [f16] {
+        bytemuck::cast_slice_mut(&mut record[..self.k_codes])
+    }
+
+    /// Scales of the values of a grid, one per token: `[G]`.
+    pub(crate) fn v_scales<'a>(&self, record: &'a [u8]) -> &'a [f16] {
+        bytemuck::cast_slice(&record[self.v_params..self.v_codes])
+    }
+
+    /// See [`RecordLayout::v_scales`].
+    pub(crate) fn v_scales_mut<'a>(&self, record: &'a mut [u8]) -> &'a mut [f16] {
+        bytemuck::cast_slice_mut(&mut record[self.v_params..self.v_codes])
+    }
+
+    /// Where all codes of the values are.
+    pub(crate) fn all_v_codes(&self) -> Range<usize> {
+        self.v_codes..self.record_bytes
     }
 
     /// Scales and zeros of the keys, one per channel: `[D]` each.
@@ -243,7 +342,19 @@ mod tests {
     #[test]
     fn record_bytes_are_the_effective_bits() {
         for d in crate::shape::HEAD_DIMS {
-            for text in ["k4v4g64", "k2v8g32", "k3v2g128", "k8v3g64", "k2l8v2g64", "k2l4v3g32", "k2l2v2g128"] {
+            for text in [
+                "k4v4g64",
+                "k2v8g32",
+                "k3v2g128",
+                "k8v3g64",
+                "k2l8v2g64",
+                "k2l4v3g32",
+                "k2l2v2g128",
+                "ktq3vtq1g32",
+                "ksb1v4g64",
+                "krvq21vsb2g128",
+                "k4vtq4g32",
+            ] {
                 let scheme: Scheme = text.parse().unwrap();
                 let p = scheme.packed().unwrap();
                 let l = RecordLayout::new(d, p);
@@ -252,7 +363,8 @@ mod tests {
                 assert_eq!(l.record_bytes % 64, 0);
                 let k: Vec<_> = l.k_panels().collect();
                 let v: Vec<_> = l.v_panels().collect();
-                assert_eq!(k[0].bytes.start, 4 * d);
+                let params = if l.k.is_affine() { 4 * d } else { 2 * l.group_len };
+                assert_eq!(k[0].bytes.start, params);
                 assert_eq!(k.last().unwrap().bytes.end, l.v_params);
                 assert_eq!(v[0].bytes.start, l.v_codes);
                 assert_eq!(v.last().unwrap().bytes.end, l.record_bytes);

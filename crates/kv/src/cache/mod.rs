@@ -11,9 +11,10 @@ pub(crate) mod store;
 mod tests;
 
 use crate::append::cpu::{Variant, best};
-use crate::{Error, LayerShape, Scheme};
+use crate::{Codebook, Error, LayerShape, Scheme};
 use extent::{Blocks, Extent};
 use half::f16;
+use layout::Half;
 pub use pages::PageId;
 use pages::Pages;
 use pools::{BlockUse, Pools};
@@ -152,6 +153,44 @@ impl Cache {
     /// what the records do: positions, window, sinks and pages stay those of the scheme. Without effect on other arms.
     pub fn imitate(&mut self, codec: &Arc<dyn RowCodec>) {
         self.layers.iter_mut().for_each(|layer| layer.imitated = Some(codec.clone()));
+    }
+
+    /// Gives a layer's sub-vectors their codebooks: `keys`, `values`: empty to leave them as they are, or one per kv head, or one
+    /// for all. Until then they are those of independent standard normal channels.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchLayer`]; [`Error::Codebook`] when the layer's scheme has no such sub-vectors, their number or size is another,
+    /// or the cache holds sequences, whose records are of the old ones.
+    pub fn set_codebooks(&mut self, layer: usize, keys: Vec<Codebook>, values: Vec<Codebook>) -> Result<(), Error> {
+        self.layer(layer)?;
+        let no = |why: String| Err(Error::Codebook { layer, why });
+        if !self.sequences.is_empty() {
+            return no("the cache already holds sequences".into());
+        }
+        let spec = &mut self.layers[layer];
+        let shape = spec.shape;
+        let Some(record) = &mut spec.record else {
+            return no(format!("the scheme {} has no sub-vectors", spec.scheme));
+        };
+        for (name, books, half) in [("keys", keys, &mut record.k), ("values", values, &mut record.v)] {
+            if books.is_empty() {
+                continue;
+            }
+            let Half::Vectors(old) = &*half else {
+                return no(format!("the scheme {} has no sub-vectors of {name}", spec.scheme));
+            };
+            if books.len() != 1 && books.len() != shape.kv_heads {
+                return no(format!("{} codebooks of {name} for {} kv heads", books.len(), shape.kv_heads));
+            }
+            let size = |book: &Codebook| (book.head_dim(), book.centroids(), book.sub_len());
+            if let Some(bad) = books.iter().find(|book| size(book) != size(&old[0])) {
+                let what = |(d, n, len): (usize, usize, usize)| format!("{n}x{len} for {d} channels");
+                let (got, want) = (what(size(bad)), what(size(&old[0])));
+                return no(format!("a codebook of {name} is {got}, the scheme {} has {want}", spec.scheme));
+            }
+            *half = Half::Vectors(books.into());
+        }
+        Ok(())
     }
 
     /// A new empty sequence.

@@ -7,7 +7,7 @@
 //! scheme, the numbers of its extent (7 times u64), its records, blocks of plain rows and block of sinks.
 
 use super::extent::Extent;
-use super::layout::BLOCK_LEN;
+use super::layout::{BLOCK_LEN, Half};
 use super::pools::Pools;
 use super::store::{LayerSpec, Store};
 use super::{Cache, PageId, SeqId};
@@ -187,7 +187,12 @@ impl LayerSpec {
     fn name(&self) -> String {
         let shape = &self.shape;
         let visible = self.visible.map_or_else(|| "all".to_owned(), |n| n.to_string());
-        format!("kv{}d{} {} sees {visible}", shape.kv_heads, shape.head_dim, self.scheme)
+        let books = self.record.iter().flat_map(|record| [&record.k, &record.v]).filter_map(|half| match half {
+            Half::Vectors(books) => Some(books.iter()),
+            _ => None,
+        });
+        let books: String = books.flatten().map(|book| format!(" {:016x}", book.fingerprint())).collect();
+        format!("kv{}d{} {} sees {visible}{books}", shape.kv_heads, shape.head_dim, self.scheme)
     }
 }
 

@@ -171,7 +171,7 @@ impl Store {
             for (out, block) in blocks.iter_mut().zip(&self.tail[first..first + n]) {
                 *out = spec.plain.head(rows.bytes(block), head);
             }
-            (kernel.write_record)(layout, &blocks[..n], sinks, record);
+            (kernel.write_record)(layout, head, &blocks[..n], sinks, record);
         }
         self.groups.push(block);
         self.extent.groups += 1;
@@ -191,7 +191,7 @@ impl Store {
             let record = layout.head(records, head);
             let mut blocks: Vec<_> = k.chunks_exact_mut(n).zip(v.chunks_exact_mut(n)).collect();
             match &spec.imitated {
-                None => dequantize_record(layout, record, &mut blocks),
+                None => dequantize_record(layout, head, record, &mut blocks),
                 Some(codec) => {
                     let first = (start - self.extent.tail_start) / BLOCK_LEN;
                     let rows = pools.get(spec.plain_pool);

@@ -176,7 +176,7 @@ fn a_record_is_its_own_tokens() {
             let blocks: Vec<_> = blocks.iter().map(|(k, v)| (&k[..], *v)).collect();
             let mut want = vec![0; layout.record_bytes];
             let sinks_here = if group == 0 { sinks } else { 0 };
-            (best().write_record)(layout, &blocks, sinks_here, &mut want);
+            (best().write_record)(layout, head, &blocks, sinks_here, &mut want);
             assert!(*record == want, "{scheme}: group {group}, head {head}");
         }
     }

@@ -47,6 +47,7 @@ pub(crate) fn pack_panel(bits: u32, lanes: usize, rows: usize, codes: &[u8], str
         match bits {
             8 => out.copy_from_slice(&slot[0]),
             4 => (0..LINE).for_each(|b| out[b] = slot[0][b] | slot[1][b] << 4),
+            1 => (0..LINE).for_each(|b| out[b] = (0..8).fold(0, |byte, i| byte | slot[i][b] << i)),
             2 => (0..LINE).for_each(|b| out[b] = slot[0][b] | slot[1][b] << 2 | slot[2][b] << 4 | slot[3][b] << 6),
             _ => {
                 for (i, line) in out.chunks_exact_mut(LINE).enumerate() {
@@ -70,6 +71,7 @@ pub(crate) fn unpack_slot(bits: u32, panel: &[u8], slot: usize) -> [u8; LINE] {
         8 => group[b],
         4 => group[b] >> (4 * field) & 15,
         2 => group[b] >> (2 * field) & 3,
+        1 => group[b] >> field & 1,
         _ if field < 6 => group[field / 2 * LINE + b] >> (3 * (field % 2)) & 7,
         _ => {
             let pair = group[b] >> 6 | group[LINE + b] >> 6 << 2 | group[2 * LINE + b] >> 6 << 4;

@@ -3,7 +3,7 @@
 //! NOT here: process memory (../memory.rs).
 
 use crate::numbers::{Request, Rig};
-use kvant_kv::{Arm, CacheBytes, LayerConfig, LayerShape, PackedScheme, Scheme};
+use kvant_kv::{Arm, CacheBytes, Codec, LayerConfig, LayerShape, PackedScheme, Scheme};
 
 /// Tokens of a block of f16 or bf16 rows.
 const BLOCK: usize = 32;
@@ -12,13 +12,33 @@ fn plain_row_bytes(shape: &LayerShape) -> usize {
     shape.kv_heads * shape.head_dim * 2 * 2
 }
 
+/// Bits of one half of a group of one kv head whose codec is not affine.
+fn coded_bits(codec: Codec, d: usize, g: usize) -> usize {
+    match codec {
+        Codec::Affine { .. } => unreachable!("asked for others"),
+        // A scale per token.
+        Codec::Turbo { bits } | Codec::Sign { bits } => g * (16 + d * bits as usize),
+        Codec::Residual { first, second } => g * (16 + d * (first + second) as usize),
+        // 4 or 8 bits per sub-vector, in whole lines of 64 bytes.
+        Codec::Vector { centroids, sub_len } => {
+            (g * d / sub_len * if centroids == 16 { 4 } else { 8 }).div_ceil(512) * 512
+        }
+    }
+}
+
 /// Bits of K and V codes and their f16 scales and zeros, for one group of tokens over all kv heads.
 fn group_bytes(shape: &LayerShape, p: &PackedScheme) -> usize {
     let (d, g) = (shape.head_dim, p.group_len());
     // A loud channel has two more bits; loud channels come in eights.
     let loud = if p.loud() > 0 { d.div_ceil(p.loud()).div_ceil(8) * 8 } else { 0 };
-    let k = (d * p.k_bits() as usize + loud * 2) * g + d * 32;
-    let v = d * g * p.v_bits() as usize + g * d.div_ceil(g.min(d)) * 32;
+    let k = match p.k() {
+        Codec::Affine { bits, .. } => (d * bits as usize + loud * 2) * g + d * 32,
+        other => coded_bits(other, d, g),
+    };
+    let v = match p.v() {
+        Codec::Affine { bits, .. } => d * g * bits as usize + g * d.div_ceil(g.min(d)) * 32,
+        other => coded_bits(other, d, g),
+    };
     assert_eq!((k + v) % 8, 0);
     shape.kv_heads * (k + v) / 8
 }
@@ -66,7 +86,17 @@ fn check(rig: &Rig, arm: Arm, schemes: &[&str], sequences: &[(usize, usize)]) {
 
 #[test]
 fn bytes_equal_the_formula_at_every_length_and_after_every_operation() {
-    let all = ["f16", "bf16", "k4v4g64w128s4p512", "k2v8g32w17s16", "k3v3g128", "k8v2g64w1p64", "k2l8v3g64w9s4.mse"];
+    let all = [
+        "f16",
+        "bf16",
+        "k4v4g64w128s4p512",
+        "k2v8g32w17s16",
+        "k3v3g128",
+        "k8v2g64w1p64",
+        "k2l8v3g64w9s4.mse",
+        "ktq3vsb1g64w9s4",
+        "kvq16x8vvq256x4g32w5",
+    ];
     for (head_dim, kv_heads) in [(64, 1), (80, 2), (128, 3)] {
         let shape = LayerShape::new(kv_heads, kv_heads, head_dim).unwrap();
         for arm in [Arm::Fused, Arm::DequantOnce, Arm::DequantStep, Arm::F16, Arm::Bf16] {

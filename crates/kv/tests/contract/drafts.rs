@@ -3,7 +3,8 @@
 use crate::numbers::{Rig, bits, kernels_here};
 use kvant_kv::{Arm, Error, LayerShape};
 
-const SCHEMES: [&str; 6] = ["k4v4g64w128s4p512", "k2v3g32", "k8v4g32w20s16p64", "k3v3g128w1", "f16", "bf16"];
+const SCHEMES: [&str; 7] =
+    ["ktq3vvq16x4g32w20s4p64", "k4v4g64w128s4p512", "k2v3g32", "k8v4g32w20s16p64", "k3v3g128w1", "f16", "bf16"];
 
 /// Drafts that are dropped leave the cache as if they had never been: bytes, and every later output.
 #[test]

@@ -1,7 +1,9 @@
 //! Errors: each names what is wrong and where, and nothing of the call is done.
 
 use crate::numbers::{Rig, bits, tokens};
-use kvant_kv::{Arm, AttendOptions, Attention, Cache, Error, LayerConfig, LayerShape, RowFormat, Rows, Scheme};
+use kvant_kv::{
+    Arm, AttendOptions, Attention, Cache, Codebook, Error, LayerConfig, LayerShape, RowFormat, Rows, Scheme,
+};
 
 fn shape() -> LayerShape {
     LayerShape::new(4, 2, 64).unwrap()
@@ -213,4 +215,30 @@ fn rows_older_than_what_commit_left_are_refused() {
             }
         }
     }
+}
+
+#[test]
+fn codebooks_of_other_layers_are_refused() {
+    let shape = LayerShape::new(4, 2, 64).unwrap();
+    let layer = |scheme: &str| LayerConfig { shape, scheme: scheme.parse().unwrap(), visible: None };
+    let mut cache = Cache::new(&[layer("kvq16x4v4g32"), layer("f16"), layer("k4vvq256x8g64")], Arm::Fused).unwrap();
+    let book = |centroids, sub_len| {
+        Codebook::from_parts(centroids, sub_len, vec![0.5; 64], vec![0.01; 64], vec![3; 64 * centroids]).unwrap()
+    };
+    let mut refused = |layer, k: Vec<Codebook>, v: Vec<Codebook>, why: &str| {
+        let e = cache.set_codebooks(layer, k, v).unwrap_err().to_string();
+        assert!(e.contains(why), "{e}");
+    };
+    refused(3, vec![], vec![], "layer 3 does not exist");
+    refused(1, vec![book(16, 4)], vec![], "has no sub-vectors");
+    refused(0, vec![], vec![book(16, 4)], "no sub-vectors of values");
+    refused(0, vec![book(16, 8)], vec![], "16x8 for 64 channels");
+    refused(0, vec![book(16, 4); 3], vec![], "3 codebooks of keys for 2 kv heads");
+    refused(2, vec![], vec![book(256, 4)], "256x4");
+    cache.set_codebooks(0, vec![book(16, 4); 2], vec![]).unwrap();
+    cache.set_codebooks(2, vec![], vec![book(256, 8)]).unwrap();
+    cache.set_codebooks(2, vec![], vec![]).unwrap();
+    cache.add_sequence();
+    let e = cache.set_codebooks(0, vec![book(16, 4)], vec![]).unwrap_err().to_string();
+    assert!(e.contains("holds sequences"), "{e}");
 }

@@ -10,7 +10,16 @@ use proptest::prelude::*;
 #[test]
 fn the_layers_axis_equals_a_loop() {
     let shape = LayerShape::new(6, 2, 64).unwrap();
-    let schemes = ["k4v4g32w16", "f16", "bf16", "k2v8g64w5s4", "k8v3g32s1p64", "k2l4v2g64w9s4.ls"];
+    let schemes = [
+        "k4v4g32w16",
+        "f16",
+        "bf16",
+        "k2v8g64w5s4",
+        "k8v3g32s1p64",
+        "k2l4v2g64w9s4.ls",
+        "ktq3vtq2g32w9s4",
+        "kvq16x4vvq256x4g64",
+    ];
     for kernel in kernels_here() {
         for layers in [1, 3, 4, 32] {
             let schemes: Vec<_> = schemes.into_iter().cycle().take(layers).collect();
@@ -46,7 +55,15 @@ fn a_request_alone_equals_itself_in_any_batch_at_any_place_on_any_threads() {
     let shape = LayerShape::new(6, 2, 64).unwrap();
     let prompts = [1usize, 37, 66, 300, 511, 715];
     for kernel in kernels_here() {
-        for scheme in ["f16", "bf16", "k4v4g64w128s4p512", "k2v3g32w7", "k2l2v2g64w7s4.mse"] {
+        for scheme in [
+            "f16",
+            "bf16",
+            "k4v4g64w128s4p512",
+            "k2v3g32w7",
+            "k2l2v2g64w7s4.mse",
+            "ksb1v4g64w9s4",
+            "kvq256x8vvq16x4g32w7",
+        ] {
             let want: Vec<_> = (0..prompts.len()).map(|i| alone(shape, scheme, kernel, i as u64, prompts[i])).collect();
             for threads in [1, 2, 3, 5] {
                 let places = [(4, 6), (5, 3), (0, 6), (1, 6), (2, 2)];
@@ -91,7 +108,16 @@ fn prefill_in_chunks_and_single_steps_give_the_rows_of_one_prefill() {
     for (q_heads, kv_heads) in [(2, 2), (5, 1)] {
         let shape = LayerShape::new(q_heads, kv_heads, 64).unwrap();
         for kernel in kernels_here() {
-            for scheme in ["f16", "bf16", "k4v4g64w128s4p512", "k3v2g32w0s1", "k8v8g32w33p96", "k2l4v2g64w33s4p64.ls"] {
+            for scheme in [
+                "f16",
+                "bf16",
+                "k4v4g64w128s4p512",
+                "k3v2g32w0s1",
+                "k8v8g32w33p96",
+                "k2l4v2g64w33s4p64.ls",
+                "ktq4vrvq22g32w33p96",
+                "kvq16x8vvq256x8g64w33s4p64",
+            ] {
                 let whole = in_pieces(shape, scheme, kernel, len, &[len]);
                 for chunk in [1, 7, 100, 513] {
                     let chunks = vec![chunk; len / chunk];
@@ -107,7 +133,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     #[test]
     fn any_chunking_gives_the_same_rows(
-        scheme in prop::sample::select(vec!["k4v4g64w128s4p512", "k2v8g32w20s16", "k3v3g32w1p64", "k8v4g128", "k2l8v2g64w20s4.mse"]),
+        scheme in prop::sample::select(vec!["k4v4g64w128s4p512", "k2v8g32w20s16", "k3v3g32w1p64", "k8v4g128", "k2l8v2g64w20s4.mse", "ktq3vsb3g64w20s4", "kvq16x4vvq16x4g32w1p64"]),
         pieces in prop::collection::vec(prop_oneof![1usize..5, 20usize..180], 1..9),
         head_dim in prop::sample::select(vec![64usize, 80, 96]),
     ) {
@@ -125,7 +151,7 @@ proptest! {
 fn dequant_once_equals_dequant_step() {
     let shape = LayerShape::new(4, 2, 80).unwrap();
     for kernel in kernels_here() {
-        for scheme in ["k4v4g64w128s4p512", "k2v3g32", "k2l2v3g64.mse"] {
+        for scheme in ["k4v4g64w128s4p512", "k2v3g32", "k2l2v3g64.mse", "ktq2vtq3g64", "kvq256x4vtq4g64"] {
             let [once, step] = [Arm::DequantOnce, Arm::DequantStep].map(|arm| {
                 let mut rig = Rig::layers(shape, &[scheme], arm, kernel, 2);
                 let request = rig.add(3);
@@ -139,7 +165,8 @@ fn dequant_once_equals_dequant_step() {
 #[test]
 fn layers_of_different_schemes_each_equal_a_cache_of_that_scheme() {
     let shape = LayerShape::new(4, 2, 64).unwrap();
-    let schemes = ["f16", "bf16", "k4v4g32w10", "k2v8g128s3", "k3v3g64w64p128"];
+    let schemes =
+        ["f16", "bf16", "k4v4g32w10", "k2v8g128s3", "k3v3g64w64p128", "ktq1vtq4g64w64s2p128", "kvq16x4vvq16x4g32w10"];
     for kernel in kernels_here() {
         let mut mixed = Rig::layers(shape, &schemes, Arm::Fused, kernel, 2);
         let request = mixed.add(4);
@@ -163,7 +190,7 @@ fn layers_of_different_schemes_each_equal_a_cache_of_that_scheme() {
 fn how_work_is_cut_does_not_show() {
     let shape = LayerShape::new(4, 2, 64).unwrap();
     for kernel in kernels_here() {
-        for scheme in ["k4v4g64w128s4p512", "k2v2g32", "bf16"] {
+        for scheme in ["k4v4g64w128s4p512", "k2v2g32", "bf16", "ktq4vtq4g32", "kvq256x4vvq256x4g32"] {
             let mut rig = Rig::new(shape, scheme, kernel, 1);
             let request = rig.add(1);
             rig.append(&[(request, 9100)]);

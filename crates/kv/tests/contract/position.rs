@@ -39,13 +39,13 @@ fn pack_all(p: &PackedScheme, d: usize, k: &[f64], v: &[f64]) -> (Vec<f64>, Vec<
         let span = start.max(p.sinks())..start + g;
         for channel in 0..d {
             let x: Vec<f64> = span.clone().map(|t| k[t * d + channel]).collect();
-            let x = round_trip(&x, p.k_bits());
+            let x = round_trip(&x, p.k().as_affine().unwrap().0);
             span.clone().zip(x).for_each(|(t, x)| k_hat[t * d + channel] = x);
         }
         for t in span {
             for channels in (0..d).step_by(g.min(d)).map(|c| c..(c + g.min(d)).min(d)) {
                 let at = t * d + channels.start..t * d + channels.end;
-                v_hat[at.clone()].copy_from_slice(&round_trip(&v[at], p.v_bits()));
+                v_hat[at.clone()].copy_from_slice(&round_trip(&v[at], p.v().as_affine().unwrap().0));
             }
         }
     }

@@ -3,8 +3,14 @@
 use crate::numbers::{Request, Rig, bits};
 use kvant_kv::{Arm, Error, LayerShape, SeqId};
 
-const SCHEMES: [&[&str]; 5] =
-    [&["k4v4g64w128s4p512"], &["k8v4g32w20s16p64"], &["k2v3g32"], &["f16"], &["k4v4g64w128s4p128", "f16"]];
+const SCHEMES: [&[&str]; 6] = [
+    &["k4v4g64w128s4p512"],
+    &["k8v4g32w20s16p64"],
+    &["k2v3g32"],
+    &["f16"],
+    &["ktq3vvq16x4g32w20s4p64"],
+    &["k4v4g64w128s4p128", "f16"],
+];
 
 fn rig(schemes: &[&str]) -> Rig {
     Rig::layers(LayerShape::new(4, 2, 64).unwrap(), schemes, Arm::Fused, "portable", 1)
@@ -42,7 +48,13 @@ fn a_restored_sequence_goes_on_as_if_it_had_never_left() {
 
 #[test]
 fn a_restored_sequence_shares_the_pages_of_its_prefix() {
-    for schemes in [&["k4v4g64w128s4p512"][..], &["k4v4g32w40s2p64"], &["f16"], &["k4v4g64w128s4p128", "f16"]] {
+    for schemes in [
+        &["k4v4g64w128s4p512"][..],
+        &["k4v4g32w40s2p64"],
+        &["f16"],
+        &["k4v4g64w128s4p128", "f16"],
+        &["kvq256x4vtq2g32w40s2p64"],
+    ] {
         let mut rig = rig(schemes);
         let len = rig.cache.share_len().unwrap();
         let (stays, donor) = (rig.add(3), rig.add(3));

@@ -4,10 +4,11 @@
 use crate::numbers::{Request, Rig, bits, kernels_here};
 use kvant_kv::{Arm, Error, LayerConfig, LayerShape, PageId};
 
-const SCHEMES: [&[&str]; 6] = [
+const SCHEMES: [&[&str]; 7] = [
     &["k4v4g64w128s4p512"],
     &["k8v4g32w20s16p64"],
     &["k2v3g32"],
+    &["ktq2vvq256x4g32w40s4p64"],
     &["f16"],
     &["bf16"],
     &["k4v4g64w128s4p128", "f16", "k2v2g32w40p64"],

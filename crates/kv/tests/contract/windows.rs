@@ -4,7 +4,7 @@
 use crate::numbers::{Rig, bits, entries, kernels_here};
 use kvant_kv::{Arm, AttendOptions, Cache, Error, LayerConfig, LayerShape, Scheme};
 
-const SCHEMES: [&str; 5] = ["f16", "bf16", "k4v4g64w128s4p512", "k3v2g32s16", "k2l4v2g128w33s4.ls"];
+const SCHEMES: [&str; 6] = ["ksb2vtq3g64w33s4", "f16", "bf16", "k4v4g64w128s4p512", "k3v2g32s16", "k2l4v2g128w33s4.ls"];
 
 /// Outputs of all positions of a windowed layer when its tokens come in pieces, other requests beside them.
 fn in_pieces(scheme: &str, kernel: &str, visible: usize, pieces: &[usize], others: usize) -> Vec<u32> {

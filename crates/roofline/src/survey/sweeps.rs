@@ -7,7 +7,7 @@ use super::{Context, SurveyError};
 use crate::memory::Reader;
 use crate::report::{SweepPoint, Sweeps};
 use kvant_kv::attend::Split;
-use kvant_kv::{Attention, Scheme};
+use kvant_kv::{Attention, Codec, Scheme};
 use std::sync::Mutex;
 
 /// Key ranges per unit of work that are tried beside the product's rule.
@@ -36,7 +36,7 @@ impl<'a> Way<'a> {
 
 /// All sweeps.
 pub(super) fn measure(c: &Context<'_>) -> Result<Sweeps, SurveyError> {
-    let packed = c.settings.schemes.iter().copied().find(|s| s.packed().is_some_and(|p| p.k_bits() == 4));
+    let packed = c.settings.schemes.iter().copied().find(|s| s.packed().is_some_and(|p| p.k() == Codec::affine(4)));
     let packed = packed.or_else(|| c.settings.schemes.iter().copied().find(|s| *s != Scheme::F16));
     let scheme = packed.unwrap_or(Scheme::F16);
     let call = |scheme: Scheme, batch: usize| {

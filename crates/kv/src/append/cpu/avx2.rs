@@ -1,6 +1,7 @@
 //! Append with AVX2, FMA and F16C: 16 lanes are two vectors.
 //! NOT here: the algorithm (generic.rs).
 
+use super::coded;
 use super::dequantize;
 use super::generic::{self, Kernel, LANES, LARGEST, RowFit, Tile};
 use crate::RowFormat;

@@ -1,6 +1,7 @@
 //! Append with AVX-512: one vector is 16 lanes.
 //! NOT here: the algorithm (generic.rs).
 
+use super::coded;
 use super::dequantize;
 use super::generic::{self, Kernel, LANES, LARGEST, RowFit, Tile};
 use crate::RowFormat;

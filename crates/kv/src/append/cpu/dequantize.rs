@@ -4,6 +4,7 @@
 //! spans all of f16 can end just above them), rounded to f16. The same bits on every instruction set.
 //! NOT here: reading codes for attention (attend/cpu), bits inside a line (quant/pack.rs).
 
+use super::coded;
 use super::generic::{Kernel, LANES, PERIOD, SETS};
 use crate::cache::layout::{BLOCK_LEN, RecordLayout};
 use crate::quant::pack::{LINE, QUAD};
@@ -15,17 +16,20 @@ use half::f16;
 pub(super) fn dequantize<T: Kernel>(
     kernel: T,
     layout: &RecordLayout,
+    head: usize,
     record: &[u8],
     blocks: &mut [(&mut [f16], &mut [f16])],
 ) {
     assert_eq!(blocks.len() * BLOCK_LEN, layout.group_len);
     match layout.k_bits {
+        _ if !layout.k.is_affine() => coded::dequantize_keys(kernel, layout, head, record, blocks),
         2 => keys::<T, 2>(kernel, layout, record, blocks),
         3 => keys::<T, 3>(kernel, layout, record, blocks),
         4 => keys::<T, 4>(kernel, layout, record, blocks),
         _ => keys::<T, 8>(kernel, layout, record, blocks),
     }
     match layout.v_bits {
+        _ if !layout.v.is_affine() => coded::dequantize_values(kernel, layout, head, record, blocks),
         2 => values::<T, 2>(kernel, layout, record, blocks),
         3 => values::<T, 3>(kernel, layout, record, blocks),
         4 => values::<T, 4>(kernel, layout, record, blocks),

@@ -8,6 +8,7 @@
 //! Tried and lost: `y*r` alone: two operations fewer, but an exact tie falls to either side (golden cases saw it).
 //! NOT here: which tokens are packed when (cache/), bits inside a line for reading (quant/pack.rs), checks.
 
+use super::coded;
 use super::fitting::{MAX_GROUP, fit, search};
 use crate::RowFormat;
 use crate::cache::layout::{BLOCK_LEN, PlainLayout, RecordLayout};
@@ -183,7 +184,7 @@ pub(super) fn round_row<T: Kernel, E: Element>(kernel: T, row: &[f32], out: &mut
     }
 }
 
-/// Quantizes one group and writes its record.
+/// Quantizes one group of a kv head and writes its record.
 ///
 /// Shapes: `blocks`: `group_len/32` pairs of K `[D][32]` and V `[32][D]`, oldest first, finite. The first `sinks` (at most
 /// 16) tokens of the group are left out of the key fit, and their value scale, zero and codes are 0: attention reads them
@@ -192,18 +193,21 @@ pub(super) fn round_row<T: Kernel, E: Element>(kernel: T, row: &[f32], out: &mut
 pub(super) fn write_record<T: Kernel>(
     kernel: T,
     layout: &RecordLayout,
+    head: usize,
     blocks: &[(&[f16], &[f16])],
     sinks: usize,
     record: &mut [u8],
 ) {
     assert!(blocks.len() * BLOCK_LEN == layout.group_len && sinks <= LANES);
     match layout.k_bits {
+        _ if !layout.k.is_affine() => coded::keys(kernel, layout, head, blocks, sinks, record),
         2 => keys::<T, 2>(kernel, layout, blocks, sinks, record),
         3 => keys::<T, 3>(kernel, layout, blocks, sinks, record),
         4 => keys::<T, 4>(kernel, layout, blocks, sinks, record),
         _ => keys::<T, 8>(kernel, layout, blocks, sinks, record),
     }
     match layout.v_bits {
+        _ if !layout.v.is_affine() => coded::values(kernel, layout, head, blocks, sinks, record),
         2 => values::<T, 2>(kernel, layout, blocks, sinks, record),
         3 => values::<T, 3>(kernel, layout, blocks, sinks, record),
         4 => values::<T, 4>(kernel, layout, blocks, sinks, record),

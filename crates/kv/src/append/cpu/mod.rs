@@ -1,6 +1,6 @@
 //! CPU kernels of append and of its way back: the VARIANTS table, best first. A new variant is one file and one line here.
 //! Every variant writes the same bytes (parity.rs), so which one ran cannot be seen in a cache.
-//! NOT here: the algorithms (generic.rs, fitting.rs, dequantize.rs), which tokens are packed when (cache/).
+//! NOT here: the algorithms (generic.rs, fitting.rs, dequantize.rs, coded.rs), which tokens are packed when (cache/).
 
 /// Gives a proof type the operation's functions, compiled for its instructions: the generic code is inlined into one
 /// function per operation that has the features.
@@ -45,6 +45,7 @@ macro_rules! entry_points {
             pub(super) fn write_record(
                 self,
                 layout: &RecordLayout,
+                head: usize,
                 blocks: &[(&[f16], &[f16])],
                 sinks: usize,
                 record: &mut [u8],
@@ -53,19 +54,21 @@ macro_rules! entry_points {
                 fn entry(
                     kernel: $proof,
                     layout: &RecordLayout,
+                    head: usize,
                     blocks: &[(&[f16], &[f16])],
                     sinks: usize,
                     record: &mut [u8],
                 ) {
-                    generic::write_record(kernel, layout, blocks, sinks, record);
+                    generic::write_record(kernel, layout, head, blocks, sinks, record);
                 }
                 // SAFETY: self proves the features.
-                unsafe { entry(self, layout, blocks, sinks, record) }
+                unsafe { entry(self, layout, head, blocks, sinks, record) }
             }
 
             pub(super) fn dequantize(
                 self,
                 layout: &RecordLayout,
+                head: usize,
                 record: &[u8],
                 blocks: &mut [(&mut [f16], &mut [f16])],
             ) {
@@ -73,13 +76,23 @@ macro_rules! entry_points {
                 fn entry(
                     kernel: $proof,
                     layout: &RecordLayout,
+                    head: usize,
                     record: &[u8],
                     blocks: &mut [(&mut [f16], &mut [f16])],
                 ) {
-                    dequantize::dequantize(kernel, layout, record, blocks);
+                    dequantize::dequantize(kernel, layout, head, record, blocks);
                 }
                 // SAFETY: self proves the features.
-                unsafe { entry(self, layout, record, blocks) }
+                unsafe { entry(self, layout, head, record, blocks) }
+            }
+
+            pub(super) fn assign(self, rows: &[f32], len: usize, values: &[f32], squares: &[f32], codes: &mut [u8]) {
+                #[target_feature(enable = $features)]
+                fn entry(kernel: $proof, rows: &[f32], len: usize, values: &[f32], squares: &[f32], codes: &mut [u8]) {
+                    coded::assign(kernel, rows, len, values, squares, codes);
+                }
+                // SAFETY: self proves the features.
+                unsafe { entry(self, rows, len, values, squares, codes) }
             }
         }
     };
@@ -89,6 +102,7 @@ macro_rules! entry_points {
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod coded;
 mod dequantize;
 mod fitting;
 mod generic;
@@ -100,10 +114,12 @@ use half::f16;
 
 /// See [`generic::write_rows`]: layout, block, slot, row_len, k, v.
 pub(crate) type WriteRows = fn(&PlainLayout, &mut [u8], usize, usize, &[f32], &[f32]);
-/// See [`generic::write_record`]: layout, blocks, sinks, record.
-pub(crate) type WriteRecord = fn(&RecordLayout, &[(&[f16], &[f16])], usize, &mut [u8]);
-/// See [`dequantize::dequantize`]: layout, record, blocks.
-pub(crate) type Dequantize = fn(&RecordLayout, &[u8], &mut [(&mut [f16], &mut [f16])]);
+/// See [`generic::write_record`]: layout, kv head, blocks, sinks, record.
+pub(crate) type WriteRecord = fn(&RecordLayout, usize, &[(&[f16], &[f16])], usize, &mut [u8]);
+/// See [`dequantize::dequantize`]: layout, kv head, record, blocks.
+pub(crate) type Dequantize = fn(&RecordLayout, usize, &[u8], &mut [(&mut [f16], &mut [f16])]);
+/// See [`coded::assign`]: rows, channels of a sub-vector, centroids, half their squares, codes.
+pub(crate) type Assign = fn(&[f32], usize, &[f32], &[f32], &mut [u8]);
 
 /// One way to append.
 pub(crate) struct Variant {
@@ -115,6 +131,7 @@ pub(crate) struct Variant {
     pub write_rows: WriteRows,
     pub write_record: WriteRecord,
     pub dequantize: Dequantize,
+    pub assign: Assign,
 }
 
 /// Every variant of this build, best first.
@@ -127,8 +144,13 @@ pub(crate) const VARIANTS: &[Variant] = &[
         write_rows: |l, block, slot, row_len, k, v| {
             proof(avx512::Avx512::new()).write_rows(l, block, slot, row_len, k, v);
         },
-        write_record: |l, blocks, sinks, record| proof(avx512::Avx512::new()).write_record(l, blocks, sinks, record),
-        dequantize: |l, record, blocks| proof(avx512::Avx512::new()).dequantize(l, record, blocks),
+        write_record: |l, head, blocks, sinks, record| {
+            proof(avx512::Avx512::new()).write_record(l, head, blocks, sinks, record);
+        },
+        dequantize: |l, head, record, blocks| proof(avx512::Avx512::new()).dequantize(l, head, record, blocks),
+        assign: |rows, len, values, squares, codes| {
+            proof(avx512::Avx512::new()).assign(rows, len, values, squares, codes);
+        },
     },
     #[cfg(target_arch = "x86_64")]
     Variant {
@@ -138,8 +160,13 @@ pub(crate) const VARIANTS: &[Variant] = &[
         write_rows: |l, block, slot, row_len, k, v| {
             proof(avx2::Avx2::new()).write_rows(l, block, slot, row_len, k, v);
         },
-        write_record: |l, blocks, sinks, record| proof(avx2::Avx2::new()).write_record(l, blocks, sinks, record),
-        dequantize: |l, record, blocks| proof(avx2::Avx2::new()).dequantize(l, record, blocks),
+        write_record: |l, head, blocks, sinks, record| {
+            proof(avx2::Avx2::new()).write_record(l, head, blocks, sinks, record);
+        },
+        dequantize: |l, head, record, blocks| proof(avx2::Avx2::new()).dequantize(l, head, record, blocks),
+        assign: |rows, len, values, squares, codes| {
+            proof(avx2::Avx2::new()).assign(rows, len, values, squares, codes);
+        },
     },
     Variant {
         name: "portable",
@@ -148,10 +175,13 @@ pub(crate) const VARIANTS: &[Variant] = &[
         write_rows: |l, block, slot, row_len, k, v| {
             generic::write_rows(portable::Portable, l, block, slot, row_len, k, v);
         },
-        write_record: |l, blocks, sinks, record| {
-            generic::write_record(portable::Portable, l, blocks, sinks, record);
+        write_record: |l, head, blocks, sinks, record| {
+            generic::write_record(portable::Portable, l, head, blocks, sinks, record);
         },
-        dequantize: |l, record, blocks| dequantize::dequantize(portable::Portable, l, record, blocks),
+        dequantize: |l, head, record, blocks| dequantize::dequantize(portable::Portable, l, head, record, blocks),
+        assign: |rows, len, values, squares, codes| {
+            coded::assign(portable::Portable, rows, len, values, squares, codes);
+        },
     },
 ];
 

@@ -176,6 +176,13 @@ impl Vectors for Avx2 {
     }
 
     #[inline(always)]
+    fn widen(self, y: &[f16], out: &mut [f32]) {
+        assert!(out.len() >= y.len() && y.len().is_multiple_of(16));
+        // SAFETY: self proves the features; lengths were just checked.
+        unsafe { widen(y, out) }
+    }
+
+    #[inline(always)]
     fn prefetch(self, from: *const u8, bytes: usize) {
         for at in (0..bytes).step_by(LINE) {
             // SAFETY: a prefetch may name any address.
@@ -260,6 +267,14 @@ unsafe fn largest(y: &[f16]) -> f32 {
         }
     }
     largest_lane(_mm256_max_ps(top[0], top[1]))
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn widen(y: &[f16], out: &mut [f32]) {
+    for i in (0..y.len()).step_by(8) {
+        // SAFETY: the caller checked the lengths.
+        unsafe { _mm256_storeu_ps(out.as_mut_ptr().add(i), load(y.as_ptr().add(i))) }
+    }
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]

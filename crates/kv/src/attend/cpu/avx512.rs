@@ -169,6 +169,13 @@ impl Vectors for Avx512Vnni {
     }
 
     #[inline(always)]
+    fn widen(self, y: &[f16], out: &mut [f32]) {
+        assert!(out.len() >= y.len() && y.len().is_multiple_of(16));
+        // SAFETY: self proves the features; lengths were just checked.
+        unsafe { widen(y, out) }
+    }
+
+    #[inline(always)]
     fn prefetch(self, from: *const u8, bytes: usize) {
         for at in (0..bytes).step_by(LINE) {
             // SAFETY: a prefetch may name any address.
@@ -260,6 +267,14 @@ unsafe fn fold<const H: usize>(
                 _mm_storeu_si128(folded.limbs[1][h].as_mut_ptr().add(at + i).cast(), _mm512_cvtepi32_epi8(low));
             }
         }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+unsafe fn widen(y: &[f16], out: &mut [f32]) {
+    for i in (0..y.len()).step_by(16) {
+        // SAFETY: the caller checked the lengths.
+        unsafe { _mm512_storeu_ps(out.as_mut_ptr().add(i), load(y.as_ptr().add(i))) }
     }
 }
 

@@ -4,8 +4,9 @@
 //! Algebra: the key scale is folded into q once per group (`q' = q*scale`, plus one dot `q.zero`), the value scale into
 //! the softmax weights (`w' = p*scale`, plus `p.zero`), so that the inner loops see raw codes: one panel operation
 //! serves keys and values. A range is one softmax block: all its scores first, then its values.
-//! NOT here: what an instruction set provides (kernel.rs; one file per instruction set), ranges and threads (attend/plan.rs).
+//! NOT here: codecs without groups of scale and zero (coded.rs), what an instruction set provides (kernel.rs; one file per instruction set), ranges and threads (attend/plan.rs).
 
+use super::coded;
 use super::kernel::{Kernel, Lanes, MAX_FOLD, MAX_VECTORS, Panels, Sums, Vectors};
 use crate::RowFormat;
 use crate::attend::softmax::States;
@@ -83,7 +84,7 @@ pub(crate) struct Task<'a> {
 /// Codes of one half of a record, made ready.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
-struct Ready([u8; READY_BYTES]);
+pub(super) struct Ready(pub(super) [u8; READY_BYTES]);
 
 /// Most tokens of a group times most channels.
 const READY_BYTES: usize = 128 * MAX_FOLD;
@@ -108,12 +109,12 @@ pub(crate) struct Scratch {
 }
 
 /// What [`Kernel::prepare`] and [`Kernel::panels`] read and write.
-struct Work {
+pub(super) struct Work {
     /// Two half records: one is prepared while the other is used.
-    ready: [Ready; 2],
-    sums: Sums,
-    /// Query vectors as the rows of a key panel with loud channels want them.
-    planes: [[f32; MAX_FOLD]; MAX_VECTORS],
+    pub(super) ready: [Ready; 2],
+    pub(super) sums: Sums,
+    /// Query vectors as the rows of a key panel with loud channels, or of a codec, want them; sums of a codec's values.
+    pub(super) planes: [[f32; MAX_FOLD]; MAX_VECTORS],
 }
 
 impl Scratch {
@@ -127,9 +128,9 @@ impl Scratch {
 }
 
 /// Groups or blocks of a range, at most.
-const MAX_STEPS: usize = RANGE_LEN / BLOCK_LEN;
+pub(super) const MAX_STEPS: usize = RANGE_LEN / BLOCK_LEN;
 /// Largest weight of each group of a range, per query vector.
-type Tops<const H: usize> = [[f32; MAX_STEPS]; H];
+pub(super) type Tops<const H: usize> = [[f32; MAX_STEPS]; H];
 
 /// Attends the range for all query vectors, [`Kernel::VECTORS`] at a time, and merges each vector's partial state into
 /// `states`. A vector's state does not depend on its neighbours.
@@ -231,8 +232,8 @@ fn attend_vectors<K: Kernel, const H: usize>(
 }
 
 /// The keys of a range: packed positions, then plain positions.
-struct Keys<'a> {
-    task: &'a Task<'a>,
+pub(super) struct Keys<'a> {
+    pub(super) task: &'a Task<'a>,
     packed: Range<usize>,
     plain: Range<usize>,
     /// Records of the packed part, the first `groups` of the array.
@@ -259,7 +260,7 @@ impl<'a> Keys<'a> {
         Self { task, packed, plain: edge.max(start / BLOCK_LEN * BLOCK_LEN)..end, records, groups }
     }
 
-    fn records(&self) -> &[&'a [u8]] {
+    pub(super) fn records(&self) -> &[&'a [u8]] {
         &self.records[..self.groups]
     }
 
@@ -268,7 +269,7 @@ impl<'a> Keys<'a> {
     }
 
     /// Tokens of the range before the first record.
-    fn skipped(&self) -> usize {
+    pub(super) fn skipped(&self) -> usize {
         self.packed.start - self.base()
     }
 
@@ -303,10 +304,13 @@ impl<'a> Keys<'a> {
         folded: &mut [<K::Vectors as Vectors>::Folded<H>; 2],
         work: &mut Work,
     ) {
-        let Work { ready, sums, planes } = work;
         let d = self.task.head_dim;
         let vectors = kernel.vectors();
-        if let Some(layout) = self.task.records.filter(|_| self.groups > 0) {
+        let records = self.task.records.filter(|_| self.groups > 0);
+        if let Some(layout) = records.filter(|layout| !layout.k.is_affine()) {
+            coded::scores::<K, H>(kernel, self, layout, q, out, &mut folded[0], work);
+        } else if let Some(layout) = records {
+            let Work { ready, sums, planes } = work;
             // One bound per range costs a look at every scale, but no look at the products of every group and vector.
             let mut top = [0.0; MAX_FOLD];
             self.records().iter().for_each(|record| vectors.raise(&mut top[..d], layout.k_params(record).0));
@@ -383,9 +387,12 @@ impl<'a> Keys<'a> {
         folded: &mut [<K::Vectors as Vectors>::Folded<H>; 2],
         work: &mut Work,
     ) {
-        let Work { ready, sums, .. } = work;
         let vectors = kernel.vectors();
-        if let Some(layout) = self.task.records.filter(|_| self.groups > 0) {
+        let records = self.task.records.filter(|_| self.groups > 0);
+        if let Some(layout) = records.filter(|layout| !layout.v.is_affine()) {
+            coded::values::<K, H>(kernel, self, layout, p, tops, out, &mut folded[0], work);
+        } else if let Some(layout) = records {
+            let Work { ready, sums, .. } = work;
             let tops_from = self.skipped() / layout.group_len;
             // At most head_dim / 32 channel groups.
             let mut zero_sums = [[Lanes::ZERO; H]; MAX_FOLD / 32];
@@ -462,7 +469,7 @@ impl<'a> Keys<'a> {
 
 /// Memory to be fetched while panels are read: as far into it as the panel is into its own half of the record.
 #[derive(Clone, Copy)]
-struct Ahead {
+pub(super) struct Ahead {
     from: *const u8,
     half_start: usize,
 }
@@ -471,12 +478,12 @@ struct Ahead {
 const HEADER_BYTES: usize = 512;
 
 impl Ahead {
-    fn of<V: Vectors>(vectors: V, next: &[u8], half_start: usize) -> Self {
+    pub(super) fn of<V: Vectors>(vectors: V, next: &[u8], half_start: usize) -> Self {
         vectors.prefetch(next.as_ptr(), HEADER_BYTES.min(next.len()));
         Self { from: next.as_ptr(), half_start }
     }
 
-    fn at(&self, panel_start: usize) -> *const u8 {
+    pub(super) fn at(&self, panel_start: usize) -> *const u8 {
         self.from.wrapping_add(panel_start - self.half_start)
     }
 }

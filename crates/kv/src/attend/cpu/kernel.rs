@@ -1,7 +1,9 @@
 //! What an instruction set provides to the attention loop: vector operations, and products with codes.
-//! NOT here: the loop (generic.rs), instructions (one file per instruction set).
+//! NOT here: the loop (generic.rs, coded.rs), instructions (one file per instruction set).
 
+use crate::Codebook;
 use crate::element::Element;
+use crate::quant::grid::Grid;
 use crate::quant::pack::{PANEL_LANES, SLOT_LANES, panel_bytes};
 use half::f16;
 
@@ -99,6 +101,24 @@ impl<'a> Panels<'a> {
     }
 }
 
+/// Codes of half a record that become bytes.
+pub(crate) enum Expand<'a> {
+    /// Panels of a grid's codes.
+    Grid { grid: &'a Grid, codes: &'a [u8] },
+    /// Sub-vectors of keys: lanes of the bytes are tokens.
+    Keys { book: &'a Codebook, codes: &'a [u8], group_len: usize },
+    /// Sub-vectors of values: lanes of the bytes are channels.
+    Values { book: &'a Codebook, codes: &'a [u8], group_len: usize },
+}
+
+impl Expand<'_> {
+    pub(crate) fn codes(&self) -> &[u8] {
+        match self {
+            Expand::Grid { codes, .. } | Expand::Keys { codes, .. } | Expand::Values { codes, .. } => codes,
+        }
+    }
+}
+
 /// Integer sums of 64 lanes, two rows per vector.
 #[repr(align(64))]
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
@@ -157,6 +177,15 @@ pub(crate) trait Vectors: Copy {
         out: &mut [f32],
         prefetch: *const u8,
     );
+    /// Writes the levels of codes as panels of 8 bits. While it does, it asks for the memory from `prefetch` on, as many bytes as
+    /// there are codes.
+    #[inline(always)]
+    fn expand(self, from: &Expand<'_>, out: &mut [u8], prefetch: *const u8) {
+        self.prefetch(prefetch, from.codes().len());
+        super::expand::expand(from, out);
+    }
+    /// `out[i] = y[i]`; the length is a multiple of 16.
+    fn widen(self, y: &[f16], out: &mut [f32]);
     /// Asks for memory that will be read soon.
     fn prefetch(self, from: *const u8, bytes: usize);
     /// Largest score; the length is a multiple of 16.

@@ -28,6 +28,8 @@ mod avx2;
 mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod avxvnni;
+mod coded;
+mod expand;
 pub(crate) mod generic;
 mod kernel;
 mod portable;

@@ -124,6 +124,10 @@ impl Vectors for Portable {
         }
     }
 
+    fn widen(self, y: &[f16], out: &mut [f32]) {
+        out.iter_mut().zip(y).for_each(|(out, y)| *out = y.to_f32());
+    }
+
     fn prefetch(self, _from: *const u8, _bytes: usize) {}
 
     fn max(self, scores: &[f32]) -> f32 {

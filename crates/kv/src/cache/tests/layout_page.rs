@@ -58,7 +58,7 @@ fn bits_of_single_codes() {
         let (scheme, d) = (packed(scheme), number(head_dim));
         let l = RecordLayout::new(d, &scheme);
         let (token, channel, key) = (number(&row[2]), number(&row[3]), row[1] == "K");
-        let bits = if key { l.k_bits_of(channel) } else { scheme.v_bits() };
+        let bits = if key { l.k_bits_of(channel) } else { l.v_bits };
         let places: Vec<_> = row[4].split(' ').map(|p| p.split_once('.').expect("byte.bit")).collect();
         assert_eq!(places.len(), bits as usize, "{row:?}");
         for (bit, (byte, bit_in_byte)) in places.into_iter().enumerate() {
