@@ -173,7 +173,7 @@ fn layers_of_different_schemes_each_equal_a_cache_of_that_scheme() {
         let together: Vec<_> = [270, 1].into_iter().flat_map(|rows| mixed.step(&[(request, rows)])).collect();
         for (layer, scheme) in schemes.into_iter().enumerate() {
             // As many layers, so that the layer keeps its number and with it its numbers.
-            let mut uniform = Rig::layers(shape, &[scheme; 5], Arm::Fused, kernel, 2);
+            let mut uniform = Rig::layers(shape, &[scheme; 7], Arm::Fused, kernel, 2);
             let request = uniform.add(4);
             for (step, rows) in [270, 1].into_iter().enumerate() {
                 let out = uniform.step(&[(request, rows)]).remove(0);
