@@ -8,8 +8,9 @@
 //! Accuracy: each multiplier is off by at most max/65534, below 5e-4 relative in the output of every parity case.
 //! NOT here: the loop (generic.rs), the bit format (quant/pack.rs), AVX-VNNI (avxvnni.rs).
 
+use super::expand256;
 use super::generic::{Scratch, Task, attend_range};
-use super::kernel::{Kernel, Lanes, MAX_FOLD, Panels, Sums, Vectors};
+use super::kernel::{Expand, Kernel, Lanes, MAX_FOLD, Panels, Sums, Vectors};
 use super::portable::{EXP2, MIN_EXP};
 use crate::RowFormat;
 use crate::attend::softmax::States;
@@ -173,6 +174,12 @@ impl Vectors for Avx2 {
                 };
             }
         }
+    }
+
+    #[inline(always)]
+    fn expand(self, from: &Expand<'_>, out: &mut [u8], prefetch: *const u8) {
+        // SAFETY: self proves the features.
+        unsafe { expand256::expand(from, out, prefetch) }
     }
 
     #[inline(always)]

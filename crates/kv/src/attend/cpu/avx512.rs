@@ -8,8 +8,9 @@
 //! Tried and lost: one limb per multiplier (error 0.15 unless the codes are centred).
 //! NOT here: the loop (generic.rs), the bit format (quant/pack.rs).
 
+use super::expand512;
 use super::generic::{Scratch, Task, attend_range};
-use super::kernel::{Kernel, Lanes, MAX_FOLD, Panels, Sums, Vectors};
+use super::kernel::{Expand, Kernel, Lanes, MAX_FOLD, Panels, Sums, Vectors};
 use super::portable::{EXP2, MIN_EXP};
 use crate::RowFormat;
 use crate::attend::softmax::States;
@@ -166,6 +167,12 @@ impl Vectors for Avx512Vnni {
                 };
             }
         }
+    }
+
+    #[inline(always)]
+    fn expand(self, from: &Expand<'_>, out: &mut [u8], prefetch: *const u8) {
+        // SAFETY: self proves the features.
+        unsafe { expand512::expand(from, out, prefetch) }
     }
 
     #[inline(always)]

@@ -51,3 +51,64 @@ pub(super) fn expand(from: &Expand<'_>, out: &mut [u8]) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Codebook;
+    use crate::attend::cpu::kernel::Vectors;
+    use crate::codec::{CENTROIDS, Codec, GRID_BITS, SUB_LENS};
+    use crate::quant::grid::Grid;
+
+    fn byte(i: usize) -> u8 {
+        (i as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(17) as u8
+    }
+
+    /// Every instruction set here writes the plain bytes.
+    fn agree(from: &Expand<'_>, bytes: usize, case: &str) {
+        let mut want = vec![0; bytes];
+        expand(from, &mut want);
+        let mut ran = 0;
+        let mut check = |name: &str, run: &dyn Fn(&mut [u8])| {
+            let mut got = vec![0xAA; bytes];
+            run(&mut got);
+            let first = got.iter().zip(&want).position(|(a, b)| a != b);
+            assert_eq!(first, None, "{name}, {case}");
+            ran += 1;
+        };
+        let ahead = from.codes().as_ptr();
+        check("portable", &|out| crate::attend::cpu::portable::Portable.expand(from, out, ahead));
+        #[cfg(target_arch = "x86_64")]
+        {
+            if let Some(kernel) = crate::attend::cpu::avx2::Avx2::new() {
+                check("avx2", &|out| kernel.expand(from, out, ahead));
+            }
+            if let Some(kernel) = crate::attend::cpu::avx512::Avx512Vnni::new() {
+                check("avx512", &|out| kernel.expand(from, out, ahead));
+            }
+        }
+        assert!(ran > 0 && want.iter().any(|&x| x != want[0]), "{case}");
+    }
+
+    #[test]
+    fn every_instruction_set_expands_alike() {
+        for d in crate::shape::HEAD_DIMS {
+            for g in crate::scheme::GROUP_LENS {
+                for bits in GRID_BITS {
+                    let grid = Grid::of(Codec::Turbo { bits }).unwrap();
+                    let codes: Vec<u8> = (0..d * g * bits as usize / 8).map(byte).collect();
+                    agree(&Expand::Grid { grid: &grid, codes: &codes }, d * g, &format!("tq{bits} {d} {g}"));
+                }
+                for (centroids, sub_len) in CENTROIDS.into_iter().flat_map(|n| SUB_LENS.map(|len| (n, len))) {
+                    let levels = (0..d * centroids).map(|i| byte(i + 99)).collect();
+                    let book = Codebook::from_parts(centroids, sub_len, vec![0.0; d], vec![1.0; d], levels).unwrap();
+                    let codes: Vec<u8> = (0..d / sub_len * g).map(byte).collect();
+                    let codes = &codes[..codes.len() * centroids.ilog2() as usize / 8];
+                    let case = format!("vq{centroids}x{sub_len} {d} {g}");
+                    agree(&Expand::Keys { book: &book, codes, group_len: g }, d * g, &case);
+                    agree(&Expand::Values { book: &book, codes, group_len: g }, d * g, &case);
+                }
+            }
+        }
+    }
+}

@@ -30,6 +30,10 @@ mod avx512;
 mod avxvnni;
 mod coded;
 mod expand;
+#[cfg(target_arch = "x86_64")]
+mod expand256;
+#[cfg(target_arch = "x86_64")]
+mod expand512;
 pub(crate) mod generic;
 mod kernel;
 mod portable;
