@@ -1,6 +1,8 @@
 //! Golden cases: an independent f64 reference (tests/golden/reference.py) wrote inputs and outputs; every kernel that runs
 //! here must agree. `KVANT_GOLDEN` names another file of the same keys.
-//! NOT here: comparisons between our own parts (attend/parity.rs).
+//! NOT here: codecs that are not affine (golden/codecs.rs), comparisons between our own parts (attend/parity.rs).
+
+mod codecs;
 
 use crate::append::cpu;
 use crate::attend::dense::{DenseCodes, DenseKv};

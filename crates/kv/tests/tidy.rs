@@ -25,7 +25,7 @@ const RULES: &[Rule] = &[
     Rule {
         under: "crates/kv/src/",
         but: &[
-            "crates/kv/src/golden.rs",
+            "crates/kv/src/golden",
             "crates/kv/src/append/parity.rs",
             "crates/kv/src/attend/parity.rs",
             "crates/kv/src/cache/tests",
@@ -90,7 +90,7 @@ const RULES: &[Rule] = &[
             "crates/kv/src/append/record.rs",
             "crates/kv/src/append/reference.rs",
             "crates/kv/src/attend/dense.rs",
-            "crates/kv/src/golden.rs",
+            "crates/kv/src/golden",
         ],
         forbidden: &["Affine", "quant::affine"],
         why: "that a code is affine is known where records are written and read, nowhere else",
