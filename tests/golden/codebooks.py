@@ -7,6 +7,7 @@ integers, so centroids are rounded to odd multiples of half a unit, the outermos
 both forms beside the published ones (TurboQuant, arXiv 2504.19874: .36, .117, .03, .009). Needs Python only.
 """
 import math
+import struct
 import sys
 from pathlib import Path
 
@@ -79,6 +80,13 @@ def integers(centroids):
     return [int(x + 127.5) for x in levels], unit
 
 
+def shortest(x):
+    """The shortest text of the nearest f32."""
+    f32 = struct.pack("<f", x)
+    (x,) = struct.unpack("<f", f32)
+    return next(t for d in range(9) if struct.pack("<f", float(t := f"{x:.{d}e}")) == f32)
+
+
 def main():
     books = [(f"{b}", b, lloyd(b)) for b in (1, 2, 3, 4)]
     for one, two in ((1, 1), (2, 1), (2, 2)):
@@ -109,7 +117,7 @@ def main():
             "",
             f"/// {what}: mean squared error {r:.6f} (exact centroids {d:.6f}).",
             f"pub(crate) const {label}: Levels =",
-            f"    Levels {{ levels: &{levels}, unit: {unit:.9e} }};",
+            f"    Levels {{ levels: &{levels}, unit: {shortest(unit)} }};",
         ]
     OUT.write_text("\n".join(text) + "\n")
 

@@ -108,6 +108,19 @@ impl Codec {
         Ok((codec, rest))
     }
 
+    /// Keys of groups with another share of loud channels.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub(crate) fn with_loud(self, one_in: usize) -> Result<Self, String> {
+        let codec = match self {
+            Codec::Affine { bits, .. } => Codec::Affine { bits, loud: one_in },
+            other if one_in == 0 => other,
+            other => return Err(format!("loud key channels (l) go with 2-bit keys, got {other}")),
+        };
+        codec.check("key").map(|()| codec)
+    }
+
     /// Whether it is one for this tensor.
     ///
     /// # Errors

@@ -127,18 +127,11 @@ impl PackedScheme {
     /// # Errors
     /// [`SchemeError`] for a share outside {0,2,4,8}, and for keys of other than 2 bits.
     pub fn with_loud(mut self, one_in: usize) -> Result<Self, SchemeError> {
-        match &mut self.k {
-            Codec::Affine { loud, .. } => *loud = one_in,
-            _ if one_in == 0 => {}
-            codec => {
-                let why = format!("loud key channels (l) go with 2-bit keys, got {codec}");
-                return Err(SchemeError { text: self.to_string(), why });
-            }
+        match self.k.with_loud(one_in) {
+            Ok(k) => self.k = k,
+            Err(why) => return Err(SchemeError { text: self.to_string(), why }),
         }
-        match self.k.check("key") {
-            Ok(()) => Ok(self),
-            Err(why) => Err(SchemeError { text: self.to_string(), why }),
-        }
+        Ok(self)
     }
 
     /// The same with scales and zeros chosen so.
@@ -186,7 +179,7 @@ impl PackedScheme {
     pub fn page_len(&self) -> usize {
         self.page_len
     }
-    /// Channels that share one value scale where values are [`Codec::Affine`]: `min(group_len, head_dim)`.
+    /// Channels that share one value scale where values have groups: `min(group_len, head_dim)`.
     pub fn v_group_len(&self, head_dim: usize) -> usize {
         self.group_len.min(head_dim)
     }

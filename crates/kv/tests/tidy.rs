@@ -85,6 +85,7 @@ const RULES: &[Rule] = &[
         under: "crates/kv/src/",
         but: &[
             "crates/kv/src/quant/",
+            "crates/kv/src/codec.rs",
             "crates/kv/src/cache/layout.rs",
             "crates/kv/src/cache/tests/",
             "crates/kv/src/append/record.rs",

@@ -8,7 +8,7 @@
 use super::cpu::best;
 use crate::cache::layout::{Half, Panel, RecordLayout, book};
 use crate::quant::affine::Affine;
-use crate::quant::pack::{pack_panel, unpack_panel};
+use crate::quant::pack::{pack_panel, sub_codes, unpack_panel};
 use half::f16;
 
 pub(super) fn write_panels(
@@ -133,34 +133,6 @@ pub(super) fn read_panels(
         unpack_panel(bits, p.lanes, rows, &record[p.bytes], &mut codes[p.first_lane..], stride);
     }
     codes
-}
-
-/// Codes of sub-vectors by sub-vector and token (cache/layout.rs has the format).
-pub(crate) fn sub_codes(bytes: &[u8], centroids: usize, group_len: usize) -> impl Fn(usize, usize) -> u8 {
-    let half = group_len / 2;
-    move |sub, token| match centroids {
-        16 => bytes[sub * half + token % half] >> (4 * (token / half)) & 15,
-        _ => bytes[sub * group_len + token],
-    }
-}
-
-/// Writes the codes `[subs][G]` of sub-vectors where [`sub_codes`] reads them.
-pub(super) fn write_sub_codes(codes: &[u8], centroids: usize, group_len: usize, bytes: &mut [u8]) {
-    let half = group_len / 2;
-    let used = match centroids {
-        16 => {
-            for (codes, bytes) in codes.chunks_exact(group_len).zip(bytes.chunks_exact_mut(half)) {
-                let (low, high) = codes.split_at(half);
-                bytes.iter_mut().zip(low.iter().zip(high)).for_each(|(byte, (low, high))| *byte = low | high << 4);
-            }
-            codes.len() / 2
-        }
-        _ => {
-            bytes[..codes.len()].copy_from_slice(codes);
-            codes.len()
-        }
-    };
-    bytes[used..].fill(0);
 }
 
 /// A record as f16 blocks, by the best kernel (see cpu/dequantize.rs). Shapes: `blocks`: `group_len/32` pairs of K

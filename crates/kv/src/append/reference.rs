@@ -1,11 +1,12 @@
 //! The oracle of append: rows and records as the formula says, one number after another. In and out as in cpu/generic.rs.
 //! NOT here: anything fast.
 
-use super::record::{part_planes, read_record, write_panels, write_sub_codes};
+use super::record::{part_planes, read_record, write_panels};
 use crate::cache::layout::{BLOCK_LEN, Half, PlainLayout, RecordLayout, book};
 use crate::element::Element;
 use crate::quant::affine::{Affine, quantize};
 use crate::quant::grid::Grid;
+use crate::quant::pack::write_sub_codes;
 use crate::{Codebook, RowFormat};
 use half::{bf16, f16};
 
@@ -54,7 +55,7 @@ pub(crate) fn write_record_plain(
         |token: usize, channel: usize| blocks[token / BLOCK_LEN].0[channel * BLOCK_LEN + token % BLOCK_LEN].to_f32();
     let v = |token: usize, channel: usize| blocks[token / BLOCK_LEN].1[token % BLOCK_LEN * d + channel].to_f32();
     match &layout.k {
-        Half::Affine => affine_keys(layout, &k, sinks, record),
+        Half::Groups => affine_keys(layout, &k, sinks, record),
         Half::Grid(grid) => {
             let mut codes = vec![0; g * d];
             for token in 0..g {
@@ -70,7 +71,7 @@ pub(crate) fn write_record_plain(
         }
     }
     match &layout.v {
-        Half::Affine => affine_values(layout, &v, sinks, record),
+        Half::Groups => affine_values(layout, &v, sinks, record),
         Half::Grid(grid) => {
             let mut codes = vec![0; g * d];
             for (token, codes) in codes.chunks_exact_mut(d).enumerate() {

@@ -54,7 +54,7 @@ pub(crate) struct RecordLayout {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Half {
     /// Groups with scale and zero.
-    Affine,
+    Groups,
     /// Rows with one scale.
     Grid(Box<Grid>),
     /// Sub-vectors: a codebook for each kv head, or one for all.
@@ -69,13 +69,13 @@ impl Half {
             (Codec::Vector { centroids, sub_len }, _) => {
                 Half::Vectors([Codebook::of_normal(head_dim, centroids, sub_len)].into())
             }
-            _ => Half::Affine,
+            _ => Half::Groups,
         }
     }
 
     /// Whether it is groups with scale and zero.
-    pub(crate) fn is_affine(&self) -> bool {
-        matches!(self, Half::Affine)
+    pub(crate) fn is_groups(&self) -> bool {
+        matches!(self, Half::Groups)
     }
 
     /// Bits of a code in a panel; 0 without panels.
@@ -103,11 +103,11 @@ impl RecordLayout {
         let [k_bits, v_bits] = [(&halves[0], k), (&halves[1], v)].map(|(half, codec)| half.bits(codec));
         // Parameters of a half in bytes; those of affine halves are several per channel or token.
         let params = |half: &Half, affine: usize| match half {
-            Half::Affine => affine,
+            Half::Groups => affine,
             Half::Grid(_) => PARAM_BYTES * group_len,
             Half::Vectors(_) => 0,
         };
-        let v_group_len = if halves[1].is_affine() { group_len.min(head_dim) } else { head_dim };
+        let v_group_len = if halves[1].is_groups() { group_len.min(head_dim) } else { head_dim };
         let (k_bytes, v_bytes) = scheme.record_bytes(head_dim);
         let k_codes = params(&halves[0], 2 * PARAM_BYTES * head_dim);
         let v_params = k_bytes;
@@ -363,7 +363,7 @@ mod tests {
                 assert_eq!(l.record_bytes % 64, 0);
                 let k: Vec<_> = l.k_panels().collect();
                 let v: Vec<_> = l.v_panels().collect();
-                let params = if l.k.is_affine() { 4 * d } else { 2 * l.group_len };
+                let params = if l.k.is_groups() { 4 * d } else { 2 * l.group_len };
                 assert_eq!(k[0].bytes.start, params);
                 assert_eq!(k.last().unwrap().bytes.end, l.v_params);
                 assert_eq!(v[0].bytes.start, l.v_codes);

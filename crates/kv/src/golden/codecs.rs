@@ -6,10 +6,11 @@
 use super::{Golden, each_kernel, read_file, token_rows};
 use crate::append::cpu::{VARIANTS, Variant};
 use crate::append::parity::CODECS;
-use crate::append::record::{read_record, sub_codes};
+use crate::append::record::read_record;
 use crate::attend::reference::relative_error;
 use crate::cache::layout::{BLOCK_LEN, Half, RecordLayout};
 use crate::quant::grid::{BEST_STEP, Grid, STEPS};
+use crate::quant::pack::sub_codes;
 use crate::quant::pack::unpack_panel;
 use crate::{Arm, AttendOptions, Cache, Codebook, Codec, LayerConfig, LayerShape, Rows, Scheme};
 use half::f16;
@@ -159,7 +160,7 @@ fn check_rows(golden: &Golden<'_>, name: &str, variant: &Variant) -> usize {
             let (token, place) = (i / per_row, i % per_row);
             let x = row(token);
             let right = match &layout.k {
-                Half::Affine => unreachable!("no codec here is"),
+                Half::Groups => unreachable!("no codec here is"),
                 Half::Grid(grid) => {
                     let rms = (x.iter().map(|x| x * x).sum::<f64>() / d as f64).sqrt();
                     a.abs_diff(b) == 1 && near_border(grid, rms, got.scales[token].to_f64(), x[place], a.min(b))

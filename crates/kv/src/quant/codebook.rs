@@ -1,20 +1,16 @@
 //! Codebooks of sub-vectors: product quantization. In: rows of one head; out: for each 4 or 8 channels the nearest of 16 or 256
-//! centroids, and back; codebooks themselves from rows by k-means.
+//! centroids, and back; centroids by k-means.
 //!
 //! Formula: the centroid's channel c is `base[c] + step[c] * level`, level an integer 0..=255, since kernels multiply bytes. The
 //! nearest centroid m of x is the first with the largest `sum over its channels of x*m, less |m|^2/2`, in f32, channel by
 //! channel. VecInfer (arXiv 2510.06175) does so with f16 centroids; what it does to keys before (channels divided by the root of
 //! their largest magnitude, then a Hadamard rotation) stands outside: whoever writes rows does it.
-//! NOT here: where codes lie (cache/layout.rs), vector code (append/cpu/coded.rs).
+//! NOT here: training from rows (append/train.rs), where codes lie (cache/layout.rs), vector code (append/cpu/coded.rs).
 
 use crate::Error;
-use crate::append::cpu::best;
 use crate::codec::{CENTROIDS, SUB_LENS};
 use crate::shape::HEAD_DIMS;
 use std::sync::OnceLock;
-
-/// Lanes that are coded at once.
-pub(crate) const LANES: usize = 16;
 
 /// Centroids of every sub-vector of one head's keys or values.
 #[derive(Debug, Clone, PartialEq)]
@@ -77,48 +73,6 @@ impl Codebook {
         Ok(Self { head_dim, centroids, sub_len, base, step, levels, values, half_squares })
     }
 
-    /// Centroids of rows by k-means: `iterations` of Lloyd's from centroids that a seed draws from the rows. A centroid that
-    /// nothing is nearest to takes another row.
-    ///
-    /// Shape: `rows`: f32 `[n][head_dim]`, finite f16 numbers, n at least 16.
-    ///
-    /// # Errors
-    /// As [`Codebook::from_parts`]; [`Error::Shape`] for too few rows or part of one.
-    pub fn train(
-        head_dim: usize,
-        centroids: usize,
-        sub_len: usize,
-        rows: &[f32],
-        iterations: usize,
-        seed: u64,
-    ) -> Result<Self, Error> {
-        let whole = rows.len() / head_dim.max(1);
-        if whole < LANES || !rows.len().is_multiple_of(head_dim) {
-            return Err(Error::Shape { what: "rows to train a codebook (16 or more)", expected: LANES, got: whole });
-        }
-        // Sizes are checked before anything is computed of them.
-        Self::from_parts(centroids, sub_len, vec![0.0; head_dim], vec![0.0; head_dim], vec![0; head_dim * centroids])?;
-        let mut values = vec![0.0; head_dim * centroids];
-        for (sub, values) in values.chunks_exact_mut(centroids * sub_len).enumerate() {
-            let part: Vec<f32> =
-                rows.chunks_exact(head_dim).flat_map(|row| &row[sub * sub_len..][..sub_len]).copied().collect();
-            k_means(&part, sub_len, values, iterations, seed ^ (sub as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15));
-        }
-        let (mut base, mut step) = (vec![f32::INFINITY; head_dim], vec![f32::NEG_INFINITY; head_dim]);
-        let channel = |i: usize| i / (centroids * sub_len) * sub_len + i % sub_len;
-        for (i, &x) in values.iter().enumerate() {
-            base[channel(i)] = base[channel(i)].min(x);
-            step[channel(i)] = step[channel(i)].max(x);
-        }
-        step.iter_mut().zip(&base).for_each(|(step, base)| *step = (*step - base) / 255.0);
-        let level = |(i, &x): (usize, &f32)| {
-            let (base, step) = (base[channel(i)], step[channel(i)]);
-            if step > 0.0 { ((x - base) / step).round().clamp(0.0, 255.0) as u8 } else { 0 }
-        };
-        let levels = values.iter().enumerate().map(level).collect();
-        Self::from_parts(centroids, sub_len, base, step, levels)
-    }
-
     /// The codebook of independent standard normal channels: what a cache has until [`crate::Cache::set_codebooks`].
     pub(crate) fn of_normal(head_dim: usize, centroids: usize, sub_len: usize) -> Self {
         static KEPT: [OnceLock<(f32, f32, Vec<u8>)>; 4] = [const { OnceLock::new() }; 4];
@@ -129,7 +83,7 @@ impl Codebook {
             let mut random = Random(0x5DEE_CE66_D1CE_4E5B);
             let rows: Vec<f32> = (0..ROWS * sub_len).map(|_| random.normal()).collect();
             let mut values = vec![0.0; centroids * sub_len];
-            k_means(&rows, sub_len, &mut values, ITERATIONS, 1);
+            k_means(&rows, sub_len, &mut values, ITERATIONS, 1, plain_assign);
             let top = values.iter().fold(0f32, |top, x| top.max(x.abs()));
             let (base, step) = (-top, 2.0 * top / 255.0);
             let levels = values.iter().map(|x| ((x - base) / step).round().clamp(0.0, 255.0) as u8).collect();
@@ -185,14 +139,7 @@ impl Codebook {
     #[cfg(test)]
     pub(crate) fn nearest(&self, sub: usize, x: &[f32]) -> u8 {
         let (values, half_squares) = self.values_of(sub);
-        let mut best = (f32::NEG_INFINITY, 0);
-        for (code, (m, half)) in values.chunks_exact(self.sub_len).zip(half_squares).enumerate() {
-            let score = x.iter().zip(m).fold(-half, |sum, (x, m)| sum + x * m);
-            if score > best.0 {
-                best = (score, code);
-            }
-        }
-        best.1 as u8
+        nearest(x, values, half_squares)
     }
 
     /// What tells it from others: saved sequences name it.
@@ -210,7 +157,7 @@ fn half_square(m: &[f32]) -> f32 {
 }
 
 /// xorshift64*: the same codebooks on every machine.
-struct Random(u64);
+pub(crate) struct Random(pub u64);
 
 impl Random {
     fn bits(&mut self) -> u64 {
@@ -225,13 +172,35 @@ impl Random {
     }
 
     /// Nearly normal: the sum of 12 even numbers, less 6.
-    fn normal(&mut self) -> f32 {
+    pub(crate) fn normal(&mut self) -> f32 {
         (0..12).map(|_| (self.bits() >> 40) as f32 / (1u64 << 24) as f32).sum::<f32>() - 6.0
     }
 }
 
+/// Finds the nearest of centroids for rows `[n][len]`: rows, len, centroids, half their squares, codes.
+pub(crate) type Assign = fn(&[f32], usize, &[f32], &[f32], &mut [u8]);
+
+/// The same without an instruction set's help.
+fn plain_assign(rows: &[f32], len: usize, values: &[f32], half_squares: &[f32], codes: &mut [u8]) {
+    for (x, code) in rows.chunks_exact(len).zip(codes) {
+        *code = nearest(x, values, half_squares);
+    }
+}
+
+/// The first centroid with the largest score.
+fn nearest(x: &[f32], values: &[f32], half_squares: &[f32]) -> u8 {
+    let mut best = (f32::NEG_INFINITY, 0);
+    for (code, (m, half)) in values.chunks_exact(x.len()).zip(half_squares).enumerate() {
+        let score = x.iter().zip(m).fold(-half, |sum, (x, m)| sum + x * m);
+        if score > best.0 {
+            best = (score, code);
+        }
+    }
+    best.1 as u8
+}
+
 /// k-means of vectors of `len` into `values`.
-fn k_means(rows: &[f32], len: usize, values: &mut [f32], iterations: usize, seed: u64) {
+pub(crate) fn k_means(rows: &[f32], len: usize, values: &mut [f32], iterations: usize, seed: u64, assign: Assign) {
     let mut random = Random(seed | 1);
     for _ in 0..8 {
         random.bits();
@@ -241,7 +210,6 @@ fn k_means(rows: &[f32], len: usize, values: &mut [f32], iterations: usize, seed
         m.copy_from_slice(&rows[random.below(n) * len..][..len]);
     }
     let centroids = values.len() / len;
-    let assign = best().assign;
     let mut codes = vec![0u8; n];
     for _ in 0..iterations {
         let half_squares: Vec<f32> = values.chunks_exact(len).map(half_square).collect();
@@ -264,30 +232,6 @@ fn k_means(rows: &[f32], len: usize, values: &mut [f32], iterations: usize, seed
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn centroids_are_where_rows_are() {
-        // 16 places and a little noise, in every sub-vector other ones.
-        let mut random = Random(5);
-        let place = |i: usize, c: usize| ((i * 7 + c * 3) % 16) as f32 - 8.0;
-        let rows: Vec<f32> = (0..4000)
-            .flat_map(|i| (0..64).map(move |c| (i, c)))
-            .map(|(i, c)| place(i, c) + 0.01 * random.normal())
-            .collect();
-        let book = Codebook::train(64, 16, 4, &rows, 20, 3).unwrap();
-        let mut error = 0.0;
-        for row in rows.chunks_exact(64) {
-            for (sub, x) in row.chunks_exact(4).enumerate() {
-                let m = &book.values_of(sub).0[book.nearest(sub, x) as usize * 4..][..4];
-                error += x.iter().zip(m).map(|(x, m)| (x - m).powi(2)).sum::<f32>();
-            }
-        }
-        let each = error / rows.len() as f32;
-        // Draws that fall on one place twice leave some places shared: far below the spread of 21 all the same.
-        assert!(each < 2.0, "{each}");
-        assert_eq!(book, Codebook::train(64, 16, 4, &rows, 20, 3).unwrap());
-        assert_ne!(book.fingerprint(), Codebook::train(64, 16, 4, &rows, 20, 4).unwrap().fingerprint());
-    }
 
     #[test]
     fn the_codebook_of_normal_channels_beats_one_code_per_channel() {
@@ -317,6 +261,5 @@ mod tests {
         assert!(matches!(of(64, 16, 4, 1023), Err(Error::Shape { .. })));
         let nan = Codebook::from_parts(16, 4, vec![f32::NAN; 64], vec![0.0; 64], vec![0; 1024]);
         assert!(matches!(nan, Err(Error::Number { .. })));
-        assert!(matches!(Codebook::train(64, 16, 4, &[0.0; 64], 3, 0), Err(Error::Shape { .. })));
     }
 }

@@ -71,6 +71,7 @@ impl Grid {
     }
 
     /// Codes there are.
+    #[cfg(test)]
     pub(crate) fn codes(&self) -> usize {
         1 << self.bits
     }
@@ -141,7 +142,7 @@ impl Grid {
             return if x > 0.0 { 1.0 } else { 0.0 };
         }
         let top = (self.codes() - 1) as f32;
-        (x * inverse + (self.middle + 0.5)).floor().clamp(0.0, top)
+        (x * inverse + self.middle).clamp(0.0, top).round_ties_even()
     }
 }
 
@@ -159,7 +160,8 @@ fn sum(x: impl Iterator<Item = f32>) -> f32 {
 }
 
 /// 16 partial sums, added up by halves.
-pub(crate) fn tree(mut parts: [f32; 16]) -> f32 {
+#[cfg(test)]
+fn tree(mut parts: [f32; 16]) -> f32 {
     for half in [8, 4, 2, 1] {
         for i in 0..half {
             parts[i] += parts[i + half];

@@ -5,6 +5,9 @@
 //! (`vpdpbusd`: 16 dwords of 4 bytes). Slots are numbered quad by quad, inside a quad by set of 16 lanes.
 //! Lines hold `8/bits` slots each, the first in the lowest bits; with 3 bits, 8 slots share 3 lines: line i has slots
 //! 2i and 2i+1 in its low six bits and bits 2i, 2i+1 of the pair (slot 6 | slot 7 << 3) on top. docs/layout.md has an example.
+//!
+//! **Sub-vectors** have no panels: for each of them the codes of all tokens of a group, a byte each; with 16 centroids token t in
+//! the low half of byte t and token `G/2 + t` in the high one. Zeros fill the last line.
 //! NOT here: offsets of panels in a record (cache/layout.rs); vector code (attend/cpu).
 
 /// Lanes of a slot.
@@ -92,6 +95,34 @@ pub(crate) fn unpack_panel(bits: u32, lanes: usize, rows: usize, panel: &[u8], c
             }
         }
     }
+}
+
+/// Codes of sub-vectors by sub-vector and token (see above).
+pub(crate) fn sub_codes(bytes: &[u8], centroids: usize, group_len: usize) -> impl Fn(usize, usize) -> u8 {
+    let half = group_len / 2;
+    move |sub, token| match centroids {
+        16 => bytes[sub * half + token % half] >> (4 * (token / half)) & 15,
+        _ => bytes[sub * group_len + token],
+    }
+}
+
+/// Writes the codes `[subs][G]` of sub-vectors where [`sub_codes`] reads them.
+pub(crate) fn write_sub_codes(codes: &[u8], centroids: usize, group_len: usize, bytes: &mut [u8]) {
+    let half = group_len / 2;
+    let used = match centroids {
+        16 => {
+            for (codes, bytes) in codes.chunks_exact(group_len).zip(bytes.chunks_exact_mut(half)) {
+                let (low, high) = codes.split_at(half);
+                bytes.iter_mut().zip(low.iter().zip(high)).for_each(|(byte, (low, high))| *byte = low | high << 4);
+            }
+            codes.len() / 2
+        }
+        _ => {
+            bytes[..codes.len()].copy_from_slice(codes);
+            codes.len()
+        }
+    };
+    bytes[used..].fill(0);
 }
 
 #[cfg(test)]

@@ -33,7 +33,7 @@ pub enum SurveyError {
         /// Its name.
         kernel: String,
         /// The scheme it is wrong on.
-        scheme: Scheme,
+        scheme: String,
         /// Relative L2 error against the f64 reference.
         error: f64,
         /// What it promises.
@@ -207,7 +207,12 @@ fn prove(settings: &Settings, attention: &Mutex<Attention>, data: &Data) -> Resu
             // Asked this way round, NaN fails too.
             let holds = error <= tolerance;
             if !holds {
-                return Err(SurveyError::Wrong { kernel: attention.kernel().to_string(), scheme, error, tolerance });
+                return Err(SurveyError::Wrong {
+                    kernel: attention.kernel().to_string(),
+                    scheme: scheme.to_string(),
+                    error,
+                    tolerance,
+                });
             }
         }
     }

@@ -107,6 +107,31 @@ impl Kernel for Avx2 {
     }
 
     #[inline(always)]
+    fn lanes(self, x: &[f32; LANES]) -> [__m256; 2] {
+        // SAFETY: self proves the features; x has the 64 bytes that are read.
+        unsafe { [_mm256_loadu_ps(x.as_ptr()), _mm256_loadu_ps(x[8..].as_ptr())] }
+    }
+
+    #[inline(always)]
+    fn count(self, rows: &[[__m256; 2]; QUAD], borders: &[f32]) -> [__m256i; 2] {
+        // SAFETY: self proves the features.
+        unsafe {
+            let mut slot = [_mm256_setzero_si256(); 2];
+            for &border in borders {
+                let border = _mm256_set1_ps(border);
+                for (row, x) in rows.iter().enumerate() {
+                    let one = _mm256_set1_epi32(1 << (8 * row));
+                    for (slot, x) in slot.iter_mut().zip(x) {
+                        let above = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_GT_OQ>(*x, border));
+                        *slot = _mm256_add_epi32(*slot, _mm256_and_si256(above, one));
+                    }
+                }
+            }
+            slot
+        }
+    }
+
+    #[inline(always)]
     fn min(self, a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
         // SAFETY: self proves the features.
         unsafe { [_mm256_min_ps(a[0], b[0]), _mm256_min_ps(a[1], b[1])] }

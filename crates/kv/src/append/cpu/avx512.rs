@@ -109,6 +109,28 @@ impl Kernel for Avx512 {
     }
 
     #[inline(always)]
+    fn lanes(self, x: &[f32; LANES]) -> __m512 {
+        // SAFETY: self proves the features; x has the 64 bytes that are read.
+        unsafe { _mm512_loadu_ps(x.as_ptr()) }
+    }
+
+    #[inline(always)]
+    fn count(self, rows: &[__m512; QUAD], borders: &[f32]) -> __m512i {
+        // SAFETY: self proves the features.
+        unsafe {
+            let mut slot = _mm512_setzero_si512();
+            for &border in borders {
+                let border = _mm512_set1_ps(border);
+                for (row, x) in rows.iter().enumerate() {
+                    let above = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(*x, border);
+                    slot = _mm512_mask_add_epi32(slot, above, slot, _mm512_set1_epi32(1 << (8 * row)));
+                }
+            }
+            slot
+        }
+    }
+
+    #[inline(always)]
     fn min(self, a: __m512, b: __m512) -> __m512 {
         // SAFETY: self proves the features.
         unsafe { _mm512_min_ps(a, b) }

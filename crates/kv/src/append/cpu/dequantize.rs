@@ -22,14 +22,14 @@ pub(super) fn dequantize<T: Kernel>(
 ) {
     assert_eq!(blocks.len() * BLOCK_LEN, layout.group_len);
     match layout.k_bits {
-        _ if !layout.k.is_affine() => coded::dequantize_keys(kernel, layout, head, record, blocks),
+        _ if !layout.k.is_groups() => coded::dequantize_keys(kernel, layout, head, record, blocks),
         2 => keys::<T, 2>(kernel, layout, record, blocks),
         3 => keys::<T, 3>(kernel, layout, record, blocks),
         4 => keys::<T, 4>(kernel, layout, record, blocks),
         _ => keys::<T, 8>(kernel, layout, record, blocks),
     }
     match layout.v_bits {
-        _ if !layout.v.is_affine() => coded::dequantize_values(kernel, layout, head, record, blocks),
+        _ if !layout.v.is_groups() => coded::dequantize_values(kernel, layout, head, record, blocks),
         2 => values::<T, 2>(kernel, layout, record, blocks),
         3 => values::<T, 3>(kernel, layout, record, blocks),
         4 => values::<T, 4>(kernel, layout, record, blocks),

@@ -37,6 +37,7 @@ pub(super) trait Kernel: Copy {
 
     fn load(self, x: &[f16; LANES]) -> Self::Lanes;
     fn store(self, x: Self::Lanes) -> [f32; LANES];
+    fn lanes(self, x: &[f32; LANES]) -> Self::Lanes;
     fn min(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
     fn max(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
     /// The first `n` lanes of `a`, the others of `b`; n is at most 16.
@@ -62,6 +63,8 @@ pub(super) trait Kernel: Copy {
     fn blank(self) -> Self::Slot;
     /// Codes `rint(clamp((x - zero) / step, 0, top))`, ties to even, of four rows; 0 where the step is 0.
     fn slot(self, rows: [&[f16; LANES]; QUAD], fit: &[RowFit; QUAD], top: f32) -> Self::Slot;
+    /// How many borders lie below each number of four rows.
+    fn count(self, rows: &[Self::Lanes; QUAD], borders: &[f32]) -> Self::Slot;
     /// Every dword shifted left by `n` bits.
     fn shl(self, x: Self::Slot, n: u32) -> Self::Slot;
     fn or(self, a: Self::Slot, b: Self::Slot) -> Self::Slot;
@@ -200,14 +203,14 @@ pub(super) fn write_record<T: Kernel>(
 ) {
     assert!(blocks.len() * BLOCK_LEN == layout.group_len && sinks <= LANES);
     match layout.k_bits {
-        _ if !layout.k.is_affine() => coded::keys(kernel, layout, head, blocks, sinks, record),
+        _ if !layout.k.is_groups() => coded::keys(kernel, layout, head, blocks, sinks, record),
         2 => keys::<T, 2>(kernel, layout, blocks, sinks, record),
         3 => keys::<T, 3>(kernel, layout, blocks, sinks, record),
         4 => keys::<T, 4>(kernel, layout, blocks, sinks, record),
         _ => keys::<T, 8>(kernel, layout, blocks, sinks, record),
     }
     match layout.v_bits {
-        _ if !layout.v.is_affine() => coded::values(kernel, layout, head, blocks, sinks, record),
+        _ if !layout.v.is_groups() => coded::values(kernel, layout, head, blocks, sinks, record),
         2 => values::<T, 2>(kernel, layout, blocks, sinks, record),
         3 => values::<T, 3>(kernel, layout, blocks, sinks, record),
         4 => values::<T, 4>(kernel, layout, blocks, sinks, record),
@@ -377,13 +380,24 @@ fn value_lines<T: Kernel, const BITS: usize, const S: usize>(
     lines: &mut [u8],
 ) {
     let fits = fits.as_chunks::<QUAD>().0;
+    panel_lines::<T, BITS, S>(kernel, lines, |quad, set| {
+        let rows = &rows[quad * QUAD * stride + set..][..3 * stride + 1];
+        let rows = [&rows[0], &rows[stride], &rows[2 * stride], &rows[3 * stride]];
+        kernel.slot(rows, &fits[quad], top(BITS))
+    });
+}
+
+/// Lines of a panel of `S` sets from the slots of `(quad, set)`.
+#[inline(always)]
+pub(super) fn panel_lines<T: Kernel, const BITS: usize, const S: usize>(
+    kernel: T,
+    lines: &mut [u8],
+    slot_of: impl Fn(usize, usize) -> T::Slot,
+) {
     for (part, lines) in lines.chunks_exact_mut(BITS * LINE).enumerate() {
         let mut slots = [kernel.blank(); PERIOD];
-        for slot in 0..PERIOD {
-            let quad = part * (PERIOD / S) + slot / S;
-            let rows = &rows[quad * QUAD * stride + slot % S..][..3 * stride + 1];
-            let rows = [&rows[0], &rows[stride], &rows[2 * stride], &rows[3 * stride]];
-            slots[slot] = kernel.slot(rows, &fits[quad], top(BITS));
+        for (slot, out) in slots.iter_mut().enumerate() {
+            *out = slot_of(part * (PERIOD / S) + slot / S, slot % S);
         }
         write_lines::<T, BITS>(kernel, &slots, lines);
     }
@@ -404,6 +418,7 @@ fn write_lines<T: Kernel, const BITS: usize>(kernel: T, slots: &[T::Slot; PERIOD
             8 => slots[i],
             4 => above(kernel, slots[2 * i], slots[2 * i + 1], 4),
             2 => two_bits(kernel, slots[4 * i..].first_chunk().expect("4 slots")),
+            1 => (1..PERIOD).fold(slots[0], |line, slot| above(kernel, line, slots[slot], slot as u32)),
             _ => {
                 // Bits 2i and 2i+1 of every byte of the pair go on top; what a dword's shift takes from other bytes is masked.
                 let pair = above(kernel, slots[6], slots[7], 3);

@@ -110,6 +110,7 @@ mod portable;
 
 use crate::RowFormat;
 use crate::cache::layout::{PlainLayout, RecordLayout};
+use crate::quant::codebook::Assign;
 use half::f16;
 
 /// See [`generic::write_rows`]: layout, block, slot, row_len, k, v.
@@ -118,8 +119,6 @@ pub(crate) type WriteRows = fn(&PlainLayout, &mut [u8], usize, usize, &[f32], &[
 pub(crate) type WriteRecord = fn(&RecordLayout, usize, &[(&[f16], &[f16])], usize, &mut [u8]);
 /// See [`dequantize::dequantize`]: layout, kv head, record, blocks.
 pub(crate) type Dequantize = fn(&RecordLayout, usize, &[u8], &mut [(&mut [f16], &mut [f16])]);
-/// See [`coded::assign`]: rows, channels of a sub-vector, centroids, half their squares, codes.
-pub(crate) type Assign = fn(&[f32], usize, &[f32], &[f32], &mut [u8]);
 
 /// One way to append.
 pub(crate) struct Variant {
@@ -131,6 +130,7 @@ pub(crate) struct Variant {
     pub write_rows: WriteRows,
     pub write_record: WriteRecord,
     pub dequantize: Dequantize,
+    /// See [`coded::assign`].
     pub assign: Assign,
 }
 

@@ -25,6 +25,19 @@ impl Kernel for Portable {
     }
 
     #[inline(always)]
+    fn lanes(self, x: &[f32; LANES]) -> [f32; LANES] {
+        *x
+    }
+
+    #[inline(always)]
+    fn count(self, rows: &[[f32; LANES]; QUAD], borders: &[f32]) -> [u32; LANES] {
+        std::array::from_fn(|lane| {
+            let below = |row: usize| borders.iter().filter(|&&border| rows[row][lane] > border).count() as u32;
+            (0..QUAD).fold(0, |slot, row| slot | below(row) << (8 * row))
+        })
+    }
+
+    #[inline(always)]
     fn min(self, a: [f32; LANES], b: [f32; LANES]) -> [f32; LANES] {
         std::array::from_fn(|i| if a[i] < b[i] { a[i] } else { b[i] })
     }

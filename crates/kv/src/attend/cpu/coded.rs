@@ -76,7 +76,7 @@ pub(super) fn scores<K: Kernel, const H: usize>(
     let mut offset = [0.0; H];
     for ((planes, q), offset) in planes[..H].iter_mut().zip(q.chunks_exact(d)).zip(&mut offset) {
         match &layout.k {
-            Half::Affine => unreachable!("the caller asks for others"),
+            Half::Groups => unreachable!("the caller asks for others"),
             Half::Grid(grid) => {
                 planes.iter_mut().zip(q).for_each(|(x, q)| *x = q * grid.unit);
                 *offset = -grid.middle * planes[..d].iter().sum::<f32>();
@@ -101,7 +101,7 @@ pub(super) fn scores<K: Kernel, const H: usize>(
         let prefetch = Ahead::of(vectors, next, layout.k_bytes().start).at(at.start);
         let codes = &record[at];
         let (panels, prepared) = match &layout.k {
-            Half::Affine => unreachable!("the caller asks for others"),
+            Half::Groups => unreachable!("the caller asks for others"),
             Half::Grid(grid) if is_direct(grid) => direct::<K, H>(kernel, grid.bits, codes, (g, d), ready, prefetch),
             Half::Grid(grid) => bytes::<K, H>(kernel, &Expand::Grid { grid, codes }, (g, d), ready, prefetch),
             Half::Vectors(books) => {
@@ -159,7 +159,7 @@ pub(super) fn values<K: Kernel, const H: usize>(
         vectors.fold::<H>(p, RANGE_LEN, scales, &tops.map(|tops| tops[tops_from + i] * top), folded, 0);
         vectors.dot(p, RANGE_LEN, scales, &mut weights);
         let (panels, prepared) = match &layout.v {
-            Half::Affine => unreachable!("the caller asks for others"),
+            Half::Groups => unreachable!("the caller asks for others"),
             Half::Grid(grid) if is_direct(grid) => direct::<K, H>(kernel, grid.bits, codes, (d, g), ready, prefetch),
             Half::Grid(grid) => bytes::<K, H>(kernel, &Expand::Grid { grid, codes }, (d, g), ready, prefetch),
             Half::Vectors(books) => {
@@ -172,7 +172,7 @@ pub(super) fn values<K: Kernel, const H: usize>(
     for h in 0..H {
         let (weight, out) = (weights[h].total(), &mut out[h * MAX_FOLD..][..d]);
         match &layout.v {
-            Half::Affine => unreachable!("the caller asks for others"),
+            Half::Groups => unreachable!("the caller asks for others"),
             Half::Grid(grid) => {
                 let middle = grid.middle * weight;
                 out.iter_mut().zip(&planes[h]).for_each(|(out, x)| *out += (x - middle) * grid.unit);

@@ -2,8 +2,7 @@
 //! half a record; out: panels of 8 bits (quant/pack.rs) that hold levels.
 
 use super::kernel::Expand;
-use crate::append::record::sub_codes;
-use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES, unpack_slot};
+use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES, sub_codes, unpack_slot};
 
 /// See [`super::kernel::Vectors::expand`].
 #[inline(always)]

@@ -307,7 +307,7 @@ impl<'a> Keys<'a> {
         let d = self.task.head_dim;
         let vectors = kernel.vectors();
         let records = self.task.records.filter(|_| self.groups > 0);
-        if let Some(layout) = records.filter(|layout| !layout.k.is_affine()) {
+        if let Some(layout) = records.filter(|layout| !layout.k.is_groups()) {
             coded::scores::<K, H>(kernel, self, layout, q, out, &mut folded[0], work);
         } else if let Some(layout) = records {
             let Work { ready, sums, planes } = work;
@@ -389,7 +389,7 @@ impl<'a> Keys<'a> {
     ) {
         let vectors = kernel.vectors();
         let records = self.task.records.filter(|_| self.groups > 0);
-        if let Some(layout) = records.filter(|layout| !layout.v.is_affine()) {
+        if let Some(layout) = records.filter(|layout| !layout.v.is_groups()) {
             coded::values::<K, H>(kernel, self, layout, p, tops, out, &mut folded[0], work);
         } else if let Some(layout) = records {
             let Work { ready, sums, .. } = work;

@@ -34,6 +34,8 @@ mod expand;
 mod expand256;
 #[cfg(target_arch = "x86_64")]
 mod expand512;
+#[cfg(target_arch = "x86_64")]
+mod fold512;
 pub(crate) mod generic;
 mod kernel;
 mod portable;
