@@ -2,8 +2,9 @@
 //! codebooks; out: codebooks by layer, or the file's bytes. The file is not trusted.
 //!
 //! Tensors of layer 3: `layer.3.k.base` and `.k.step` f32 `[kv_heads, head_dim]`, `.k.levels` u8
-//! `[kv_heads, head_dim / sub_len, centroids, sub_len]`, `.k.smooth` f32 `[kv_heads, head_dim]` (what key channels are divided by,
-//! model/basis.rs); `.v.` likewise without `smooth`. A tensor that is stored otherwise has none; what no scheme asks for is left.
+//! `[kv_heads, head_dim / sub_len, centroids, sub_len]`, `.k.smooth` f32 `[kv_heads, head_dim]` (what key channels are divided
+//! by, model/basis.rs); `.v.` likewise without `smooth`. A tensor that is stored otherwise has none; what no scheme asks for is
+//! left.
 //! NOT here: how centroids are found (kvant-kv; tune/centroids.rs), scheme files (schemes.rs).
 
 use crate::Error;

@@ -17,10 +17,10 @@
 //! ```
 //!
 //! Behind a packed scheme's own text `.rotk` rotates keys and queries, `.rotv` values (model/basis.rs). `[loud]` names, for a
-//! layer of a scheme with loud channels, which these are: one list per kv head. Codecs that want a rotation (tq, rvq, sb) bring their
-//! own, with random signs, and keys of sub-vectors (vq) theirs; it is no part of the text, and `.rotk` or `.rotv` behind such a tensor is an
-//! error, as is `.rotv` behind values of sub-vectors, which are not turned. `codebooks` names a file, relative to this one, with the centroids
-//! of sub-vectors (codebooks.rs). `kvant tune` writes such files.
+//! layer of a scheme with loud channels, which these are: one list per kv head. Codecs that want a rotation (tq, rvq, sb) bring
+//! their own, with random signs, and keys of sub-vectors (vq) theirs; it is no part of the text, and `.rotk` or `.rotv` behind
+//! such a tensor is an error, as is `.rotv` behind values of sub-vectors, which are not turned. `codebooks` names a file,
+//! relative to this one, with the centroids of sub-vectors (codebooks.rs). `kvant tune` writes such files.
 
 use crate::Error;
 use crate::codebooks::{self, LayerBooks};
@@ -173,7 +173,8 @@ fn text_of(scheme: &Scheme, basis: &Basis) -> String {
 fn implied(scheme: &Scheme) -> Basis {
     let Some(packed) = scheme.packed() else { return Basis::default() };
     let turn = |codec: Codec| if codec.wants_rotation() { Turn::Signed } else { Turn::None };
-    // Channels of smoothed keys are mixed by the rotation that their centroids were learned under; values have no outliers to spread.
+    // Channels of smoothed keys are mixed by the rotation that their centroids were learned under; values have no outliers to
+    // spread.
     let keys = if packed.k().wants_codebooks() { Turn::Plain } else { turn(packed.k()) };
     Basis { keys, values: turn(packed.v()), ..Basis::default() }
 }
@@ -247,11 +248,12 @@ struct File {
     loud: BTreeMap<String, Spanned<Vec<Vec<u16>>>>,
 }
 
-/// Reads a scheme (`k4v4g64w128s4p512`, `k4v4g64.mse.rotv`, `f16`, `bf16`), a preset (`balanced`) or, when the text ends in `.toml`, a scheme file.
+/// Reads a scheme (`k4v4g64w128s4p512`, `k4v4g64.mse.rotv`, `f16`, `bf16`), a preset (`balanced`) or, when the text ends in
+/// `.toml`, a scheme file.
 ///
 /// # Errors
-/// [`Error::Kv`] for an unknown scheme in place of a file, [`Error::Read`] and [`Error::SchemeFile`] for a file, [`Error::Codebooks`] for that of
-/// its codebooks.
+/// [`Error::Kv`] for an unknown scheme in place of a file, [`Error::Read`] and [`Error::SchemeFile`] for a file,
+/// [`Error::Codebooks`] for that of its codebooks.
 pub fn load_schemes(text_or_path: &str, layers: usize) -> Result<Schemes, Error> {
     if !is_file(text_or_path) {
         let layer = parse_layer(text_or_path).map_err(kvant_kv::Error::from)?;
@@ -300,9 +302,12 @@ fn read(path: &Path) -> Result<String, Error> {
     Ok(text.strip_prefix('\u{feff}').unwrap_or(&text).to_owned())
 }
 
-/// One scheme and basis per layer from the text of a scheme file, and where its codebooks lie; Err says what is wrong and in which
+/// How a layer stores tokens, and what it turns them into before.
+type Layer = (Scheme, Basis);
+
+/// One of these per layer from the text of a scheme file, and where its codebooks lie; Err says what is wrong and in which
 /// line.
-fn parse_file(text: &str, layers: usize) -> Result<(Vec<(Scheme, Basis)>, Option<PathBuf>), String> {
+fn parse_file(text: &str, layers: usize) -> Result<(Vec<Layer>, Option<PathBuf>), String> {
     let line = |at: usize| text.as_bytes()[..at.min(text.len())].iter().filter(|&&b| b == b'\n').count() + 1;
     let at_line = |at: usize, why: &dyn fmt::Display| format!("line {}: {why}", line(at));
     let file: File = toml::from_str(text).map_err(|e| match e.span() {
@@ -310,7 +315,7 @@ fn parse_file(text: &str, layers: usize) -> Result<(Vec<(Scheme, Basis)>, Option
         None => e.message().to_owned(),
     })?;
     let parse = |text: &Spanned<String>| parse_layer(text.get_ref()).map_err(|e| at_line(text.span().start, &e));
-    let mut schemes: Vec<Option<(Scheme, Basis)>> = vec![None; layers];
+    let mut schemes: Vec<Option<Layer>> = vec![None; layers];
     for (name, text) in &file.layers {
         let scheme = parse(text)?;
         let no = |why: String| at_line(text.span().start, &why);
@@ -338,9 +343,8 @@ fn parse_file(text: &str, layers: usize) -> Result<(Vec<(Scheme, Basis)>, Option
             s.or(default.clone()).ok_or_else(|| format!("layer {layer} has no scheme and there is no default"))
         })
         .collect::<Result<Vec<_>, _>>()?;
-    let vectors = |(scheme, _): &(Scheme, Basis)| {
-        scheme.packed().is_some_and(|p| [p.k(), p.v()].iter().any(Codec::wants_codebooks))
-    };
+    let vectors =
+        |(scheme, _): &Layer| scheme.packed().is_some_and(|p| [p.k(), p.v()].iter().any(Codec::wants_codebooks));
     if let Some(books) = file.codebooks.as_ref().filter(|_| !schemes.iter().any(vectors)) {
         return Err(at_line(books.span().start, &"codebooks are named, and no layer has sub-vectors (vq)"));
     }

@@ -6,10 +6,11 @@
 //! Formula: the rotation is a Hadamard matrix over the largest power of two that divides head_dim (80: blocks of 16), divided
 //! by the root of its size: its own inverse. Keys and queries share theirs, values and attention's rows another.
 //! Codecs that code a row by one scale (`Codec::wants_rotation`) want random signs before it: `y = H(s * x)`, back
-//! `x = s * H(y)`, s one fixed +-1 per channel, the same in all heads, layers and models. Without them rows with a pattern that the
-//! matrix knows would meet in one channel.
-//! Smoothing (VecInfer, arXiv 2510.06175) divides each key channel of a kv head by a factor that calibration found, and multiplies its
-//! queries by it, before the rotation (a plain one: codebooks are learned of what comes out, so signs would change nothing).
+//! `x = s * H(y)`, s one fixed +-1 per channel, the same in all heads, layers and models. Without them rows with a pattern that
+//! the matrix knows would meet in one channel.
+//! Smoothing (VecInfer, arXiv 2510.06175) divides each key channel of a kv head by a factor that calibration found, and
+//! multiplies its queries by it, before the rotation (a plain one: codebooks are learned of what comes out, so signs would
+//! change nothing).
 //! The value rotation could also be folded into the value and output projections. With weights of 4 bits that would round
 //! them anew; the butterfly costs about a thousandth of a layer's products (docs/decisions/0012-schemes-by-error.md).
 //! NOT here: which layer has which basis (schemes.rs), RoPE (rope.rs).
@@ -37,7 +38,7 @@ pub struct Basis {
     pub keys: Turn,
     /// How values are rotated; what attention makes of them is rotated back.
     pub values: Turn,
-    /// What key channels are divided by and those of queries multiplied, before the rotation: `[kv_heads][head_dim]`. None: by 1.
+    /// What key channels are divided by, and those of queries multiplied, before the rotation: `[kv_heads][head_dim]`.
     pub smooth: Option<Arc<[f32]>>,
     /// Per kv head, which channel of keys and queries comes first, second and so on: `[kv_heads][head_dim]`. None: as they are.
     pub key_order: Option<Arc<[Vec<u16>]>>,

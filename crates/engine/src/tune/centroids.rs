@@ -1,10 +1,10 @@
-//! Learning codebooks. In: a model, a calibration text, a scheme with sub-vectors; out: the scheme in every layer with codebooks
-//! of each kv head, and the smoothing of key channels that they were learned under.
+//! Learning codebooks. In: a model, a calibration text, a scheme with sub-vectors; out: the scheme in every layer with
+//! codebooks of each kv head, and the smoothing of key channels that they were learned under.
 //!
-//! The text is followed in chunks with an f16 cache. Rows of keys (behind RoPE) and values are taken as they would be stored, but for
-//! those of sinks, which are never packed; of more than [`ROWS`] per head, evenly spaced ones. Key channels of a kv head are divided by
-//! the root of their largest magnitude over all rows (VecInfer, arXiv 2510.06175) and rotated as the basis will rotate them; values stay as they are.
-//! Then each head's sub-vectors go through k-means, heads and layers in parallel.
+//! The text is followed in chunks with an f16 cache. Rows of keys (behind RoPE) and values are taken as they would be stored,
+//! but for those of sinks, which are never packed; of more than [`ROWS`] per head, evenly spaced ones. Key channels of a kv
+//! head are divided by the root of their largest magnitude over all rows (VecInfer, arXiv 2510.06175) and rotated as the basis
+//! will rotate them; values stay as they are. Then each head's sub-vectors go through k-means, heads and layers in parallel.
 //! NOT here: k-means (kvant-kv), the file (codebooks.rs), what the codebooks cost (eval/).
 
 use crate::codebooks::{self, LayerBooks};
@@ -40,8 +40,8 @@ pub fn kept_bytes(layers: usize, shape: &LayerShape, tokens: usize) -> usize {
     layers * 2 * shape.row_len() * tokens.min(ROWS) * size_of::<f16>()
 }
 
-/// Learns codebooks from `tokens`, followed in chunks of `ctx`. `progress(what, done, all)` hears tokens that were followed, then heads
-/// that were learned.
+/// Learns codebooks from `tokens`, followed in chunks of `ctx`. `progress(what, done, all)` hears tokens that were followed,
+/// then heads that were learned.
 ///
 /// # Errors
 /// Those of the model and the cache; [`Error::Kv`] when fewer than 16 rows are left behind the sinks.

@@ -1,5 +1,5 @@
-//! `kvant tune --codebooks`: centroids of sub-vectors. In: a model, a calibration text, a scheme with `vq`; out: a scheme file and, beside
-//! it, the safetensors file that it names.
+//! `kvant tune --codebooks`: centroids of sub-vectors. In: a model, a calibration text, a scheme with `vq`; out: a scheme file
+//! and, beside it, the safetensors file that it names.
 //! NOT here: learning (the engine's tune room), the file's tensors (the engine's codebooks.rs).
 
 use crate::args::TuneArgs;
@@ -9,7 +9,7 @@ use anyhow::Result;
 use kvant_engine::schemes::{is_file, parse_layer};
 use kvant_engine::tune::centroids::{self, Progress};
 use kvant_engine::{Products, codebooks};
-use kvant_kv::{Codec, Scheme};
+use kvant_kv::Codec;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
