@@ -154,6 +154,15 @@ impl From<kvant_engine::Error> for Failure {
                 "a scheme file is TOML: default = \"k4v4g64w128s4p512\", then [layers] with entries such as \"0-3\" = \"k8v8g64\""
             }
             E::Loud { .. } => "`kvant tune` measures which channels are loud and writes a scheme file for --kv",
+            E::NoCodebooks { ref scheme, .. } => {
+                let hint = format!(
+                    "`kvant tune --codebooks --kv {scheme} --text FILE --out vq.toml` learns them and writes a scheme file for --kv"
+                );
+                return Self::input(e, hint);
+            }
+            E::Codebooks { .. } => {
+                "`kvant tune --codebooks` writes a scheme file and its codebooks, which belong together"
+            }
             E::PromptCache { .. } => {
                 "a file of --save-cache goes with the model and the --kv it was made with; make it again"
             }

@@ -5,7 +5,9 @@
 use crate::failure::Failure;
 use serde::Serialize;
 use std::fmt::Display;
+use std::fs::Permissions;
 use std::io::{self, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 const PAGE_HINT: &str = "give a file in a folder that exists and that you may write to";
@@ -74,6 +76,23 @@ pub fn check_apart(written: &[&Path], read: &[&Path]) -> Result<(), Failure> {
         }
     }
     Ok(())
+}
+
+/// Writes a file that others read: beside it and renamed when whole, so that a run stopped while it writes leaves the old one.
+///
+/// # Errors
+/// [`Failure`] when the system refuses.
+pub fn file(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let write = || -> io::Result<()> {
+        // As any file: whoever may read what this user writes may read it (the system takes off what its umask says).
+        let readable = Permissions::from_mode(0o666);
+        let mut beside = tempfile::Builder::new().permissions(readable).tempfile_in(folder)?;
+        beside.write_all(bytes)?;
+        beside.persist(path)?;
+        Ok(())
+    };
+    write().map_err(|e| Failure::input(format!("cannot write {}: {e}", path.display()), PAGE_HINT))
 }
 
 /// Writes a page.

@@ -97,12 +97,12 @@ pub fn warn_of(kv: &str) {
     }
 }
 
-/// Whether the schemes say which channels are loud, before a model is loaded for them.
+/// Whether the schemes say which channels are loud and bring their codebooks, before a model is loaded for them.
 ///
 /// # Errors
 /// [`Failure`] names the first layer where they do not.
-pub fn check_loud(schemes: &Schemes, config: &Config) -> Result<(), Failure> {
-    Ok(schemes.check_loud(&config.shape)?)
+pub fn check_schemes(schemes: &Schemes, config: &Config) -> Result<(), Failure> {
+    Ok(schemes.check(&config.shape)?)
 }
 
 /// The schemes and arm of a command that takes both: the default of each follows the other, contradictions are errors.

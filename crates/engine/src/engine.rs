@@ -114,21 +114,21 @@ impl Engine {
         let bases = if plain {
             vec![Basis::default(); config.layers]
         } else {
-            schemes.check_loud(&config.shape)?;
+            schemes.check(&config.shape)?;
             schemes.complete_bases(&config.shape)
         };
         let layers: Vec<LayerConfig> =
             schemes.layers().iter().enumerate().map(|(i, &scheme)| config.layer(i, scheme)).collect();
         options.limits.check()?;
-        let mut cache = Cache::new(&layers, options.arm)?;
-        cache.set_budget(options.limits.kv_memory);
+        let schemes = (!plain).then_some(schemes);
+        let cache = empty_cache(&layers, options.arm, schemes.as_ref(), options.limits.kv_memory)?;
         let page_len = cache.share_len().filter(|_| options.limits.share_prefixes);
         let attention = Attention::new(options.threads, options.kernel.as_deref())?;
         Ok(Self {
             loaded,
             pool,
             layers,
-            schemes: (!plain).then_some(schemes),
+            schemes,
             bases,
             arm: options.arm,
             cache,
@@ -387,8 +387,7 @@ impl Engine {
         self.sequences.clear();
         self.done.clear();
         self.prefixes = Prefixes::default();
-        self.cache = Cache::new(&self.layers, self.arm)?;
-        self.cache.set_budget(self.limits.kv_memory);
+        self.cache = empty_cache(&self.layers, self.arm, self.schemes.as_ref(), self.limits.kv_memory)?;
         if let Some(codec) = &self.imitation {
             self.cache.imitate(codec);
         }
@@ -413,6 +412,21 @@ impl Engine {
     pub(crate) fn cache_mut(&mut self) -> &mut Cache {
         &mut self.cache
     }
+}
+
+/// A cache with nothing in it but codebooks.
+fn empty_cache(
+    layers: &[LayerConfig],
+    arm: Arm,
+    schemes: Option<&Schemes>,
+    budget: Option<usize>,
+) -> Result<Cache, Error> {
+    let mut cache = Cache::new(layers, arm)?;
+    cache.set_budget(budget);
+    if let Some(schemes) = schemes {
+        schemes.give_codebooks(&mut cache)?;
+    }
+    Ok(cache)
 }
 
 /// Tokens that the model can hold, all of its vocabulary.

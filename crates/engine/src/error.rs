@@ -122,6 +122,24 @@ pub enum Error {
         /// What is missing or does not fit.
         why: String,
     },
+    /// A file of codebooks that cannot be used.
+    #[error("codebooks {}: {why}", path.display())]
+    Codebooks {
+        /// The file.
+        path: PathBuf,
+        /// What does not fit, with the tensor's name.
+        why: String,
+    },
+    /// A scheme of sub-vectors without codebooks, or with those of other layers' shapes.
+    #[error("layer {layer} has scheme {scheme}: {why}")]
+    NoCodebooks {
+        /// The first such layer.
+        layer: usize,
+        /// Its scheme.
+        scheme: String,
+        /// What is missing or does not fit.
+        why: String,
+    },
     /// A prompt without tokens.
     #[error("prompt {request} is empty: at least one token is needed")]
     EmptyPrompt {

@@ -6,6 +6,7 @@
 //! NOT here: cache formats and attention kernels (kvant-kv), flags and printing (the program), network.
 
 pub mod chat;
+pub mod codebooks;
 mod divergence;
 mod engine;
 mod error;
@@ -33,6 +34,7 @@ pub mod tokenizer;
 pub mod tune;
 
 pub use chat::Message;
+pub use codebooks::LayerBooks;
 pub use divergence::Distribution;
 pub use engine::{DecodeTime, Engine, EngineOptions, Generation};
 pub use error::Error;
@@ -41,7 +43,7 @@ pub use forced::{EveryRow, Feed, Forced, OnBlock, OnLogits, StoredRows, Tape};
 pub use kvant_kv::Arm;
 pub use limits::{Limits, STEP_TOKENS};
 pub use loaded::LoadedModel;
-pub use model::{Basis, Products, product_kernels};
+pub use model::{Basis, Products, Turn, product_kernels};
 pub use request::{Event, FinishReason, Outcome, Request, TokenLogprobs};
 pub use sampler::Sampling;
 pub use scheduler::Phase;

@@ -6,6 +6,7 @@
 //! count and the tokens, the sequence, and SHA-256 of all of that. The sum is checked before anything else is believed.
 
 use crate::engine::Engine;
+use crate::model::Basis;
 use crate::{Error, Event, Generation, Request};
 use kvant_kv::Rows;
 use sha2::{Digest, Sha256};
@@ -138,10 +139,22 @@ impl Engine {
         Ok(Sha256::new().chain_update(self.model().sha256()?).chain_update([u8::from(exact)]).finalize().into())
     }
 
+    /// What says how numbers were turned and stored: schemes with their rotations, and behind those that turn by more than their
+    /// text says (loud channels, smoothing) a sum of that. Centroids are in the sequence's own names.
     fn scheme_texts(&self) -> Result<String, Error> {
         let schemes = self.schemes()?;
-        let texts: Vec<String> = (0..schemes.layers().len()).map(|layer| schemes.text(layer)).collect();
-        Ok(texts.join(" "))
+        let sum = |basis: &Basis| {
+            let orders = basis.key_order.iter().flat_map(|o| o.iter()).flatten().flat_map(|c| c.to_le_bytes());
+            let smooth = basis.smooth.iter().flat_map(|s| s.iter()).flat_map(|x| x.to_le_bytes());
+            let bytes: Vec<u8> = orders.chain(smooth).collect();
+            let sum = Sha256::digest(&bytes);
+            (!bytes.is_empty()).then(|| sum[..8].iter().map(|b| format!("{b:02x}")).collect::<String>())
+        };
+        let texts = schemes.bases().iter().enumerate().map(|(layer, basis)| match sum(basis) {
+            Some(sum) => format!("{}#{sum}", schemes.text(layer)),
+            None => schemes.text(layer),
+        });
+        Ok(texts.collect::<Vec<_>>().join(" "))
     }
 }
 

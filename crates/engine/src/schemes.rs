@@ -7,6 +7,7 @@
 //!
 //! ```toml
 //! default = "k4v4g64w128s4p512"
+//! codebooks = "NAME.safetensors"
 //! [layers]
 //! 0 = "k8v8g64w128s4p512"
 //! 1 = "k2l8v3g64w128s4p512.mse.rotv"
@@ -16,24 +17,31 @@
 //! ```
 //!
 //! Behind a packed scheme's own text `.rotk` rotates keys and queries, `.rotv` values (model/basis.rs). `[loud]` names, for a
-//! layer of a scheme with loud channels, which these are: one list per kv head. `kvant tune` writes such files.
+//! layer of a scheme with loud channels, which these are: one list per kv head. Codecs that want a rotation (tq, rvq, sb) bring
+//! their own, with random signs, and keys of sub-vectors (vq) theirs; it is no part of the text, and `.rotk` or `.rotv` behind
+//! such a tensor is an error, as is `.rotv` behind values of sub-vectors, which are not turned. `codebooks` names a file,
+//! relative to this one, with the centroids of sub-vectors (codebooks.rs). `kvant tune` writes such files.
 
 use crate::Error;
-use crate::model::{Basis, order_with_first};
+use crate::codebooks::{self, LayerBooks};
+use crate::model::{Basis, Turn, order_with_first};
 use crate::presets;
-use kvant_kv::{LayerShape, Scheme};
+use kvant_kv::{Cache, Codec, LayerShape, Scheme};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use toml::Spanned;
 
 /// One scheme and basis per layer. Printed as the scheme when all layers share one, else as runs of layers, both ends
 /// included: `0:k8v8g64,1-29:k4v4g64w128`.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Schemes {
     layers: Vec<Scheme>,
     bases: Vec<Basis>,
+    /// Of layers with sub-vectors, where somebody learned them.
+    books: Vec<Option<Arc<LayerBooks>>>,
 }
 
 impl Schemes {
@@ -42,16 +50,31 @@ impl Schemes {
         Self::of_layers(vec![scheme; layers])
     }
 
-    /// These schemes, the first layer's first, each in the model's own basis.
+    /// These schemes, the first layer's first, each in the basis that its codecs want.
     pub fn of_layers(layers: Vec<Scheme>) -> Self {
-        let bases = vec![Basis::default(); layers.len()];
-        Self { layers, bases }
+        Self::of_parts(layers.into_iter().map(|scheme| (scheme, implied(&scheme))).collect())
     }
 
     /// These schemes and bases, the first layer's first.
     pub fn of_parts(parts: Vec<(Scheme, Basis)>) -> Self {
+        let books = vec![None; parts.len()];
         let (layers, bases) = parts.into_iter().unzip();
-        Self { layers, bases }
+        Self { layers, bases, books }
+    }
+
+    /// The same with codebooks, the first layer's first, and with the smoothing that they were learned under.
+    pub fn with_codebooks(mut self, books: Vec<Option<Arc<LayerBooks>>>) -> Self {
+        for (basis, books) in self.bases.iter_mut().zip(&books) {
+            basis.smooth = books.as_ref().filter(|b| !b.smooth.is_empty()).map(|b| b.smooth.clone().into());
+        }
+        self.books = books;
+        self.books.resize(self.layers.len(), None);
+        self
+    }
+
+    /// One per layer: its codebooks, where it has any.
+    pub fn codebooks(&self) -> &[Option<Arc<LayerBooks>>] {
+        &self.books
     }
 
     /// One per layer.
@@ -67,6 +90,33 @@ impl Schemes {
     /// A layer as a scheme's text, with its rotations.
     pub fn text(&self, layer: usize) -> String {
         text_of(&self.layers[layer], &self.bases[layer])
+    }
+
+    /// Whether a model whose layers have this shape can decode with them: loud channels are named, codebooks are there.
+    ///
+    /// # Errors
+    /// [`Error::Loud`] and [`Error::NoCodebooks`] name the first layer where they are not.
+    pub fn check(&self, shape: &LayerShape) -> Result<(), Error> {
+        self.check_loud(shape)?;
+        for (layer, scheme) in self.layers.iter().enumerate() {
+            let Some(packed) = scheme.packed().filter(|p| [p.k(), p.v()].iter().any(Codec::wants_codebooks)) else {
+                continue;
+            };
+            let none = || "nothing says what the centroids of its sub-vectors are".to_string();
+            let checked = self.books[layer].as_ref().ok_or_else(none).and_then(|books| books.check(packed, shape));
+            checked.map_err(|why| Error::NoCodebooks { layer, scheme: self.text(layer), why })?;
+        }
+        Ok(())
+    }
+
+    /// Gives a new cache of these schemes its codebooks.
+    pub(crate) fn give_codebooks(&self, cache: &mut Cache) -> Result<(), Error> {
+        for (layer, books) in self.books.iter().enumerate() {
+            if let Some(books) = books {
+                cache.set_codebooks(layer, books.keys.clone(), books.values.clone())?;
+            }
+        }
+        Ok(())
     }
 
     /// Whether loud channels are named where there are any, as many as each scheme has, for layers of this shape.
@@ -104,17 +154,29 @@ impl Schemes {
             let orders = basis.key_order.as_ref().map(|orders| {
                 orders.iter().map(|first| order_with_first(first, shape.head_dim)).collect::<Vec<_>>().into()
             });
-            Basis { key_order: orders, ..*basis }
+            Basis { key_order: orders, ..basis.clone() }
         };
         self.bases.iter().map(complete).collect()
     }
 }
 
-/// A scheme's text with its rotations.
+/// A scheme's text with its rotations, but for those that its codecs bring.
 fn text_of(scheme: &Scheme, basis: &Basis) -> String {
-    let rotations = [(basis.rotate_k, ROTATE_K), (basis.rotate_v, ROTATE_V)];
-    let named = rotations.into_iter().filter(|(on, _)| *on).map(|(_, name)| name);
+    let own = implied(scheme);
+    let rotations = [(basis.keys, own.keys, ROTATE_K), (basis.values, own.values, ROTATE_V)];
+    let named =
+        rotations.into_iter().filter(|(turn, own, _)| *turn == Turn::Plain && turn != own).map(|(.., name)| name);
     std::iter::once(scheme.to_string()).chain(named.map(str::to_string)).collect()
+}
+
+/// The basis that a scheme's codecs want.
+fn implied(scheme: &Scheme) -> Basis {
+    let Some(packed) = scheme.packed() else { return Basis::default() };
+    let turn = |codec: Codec| if codec.wants_rotation() { Turn::Signed } else { Turn::None };
+    // Channels of smoothed keys are mixed by the rotation that their centroids were learned under; values have no outliers to
+    // spread.
+    let keys = if packed.k().wants_codebooks() { Turn::Plain } else { turn(packed.k()) };
+    Basis { keys, values: turn(packed.v()), ..Basis::default() }
 }
 
 /// What follows a scheme's text when keys and queries are rotated.
@@ -131,12 +193,28 @@ pub fn parse_layer(text: &str) -> Result<(Scheme, Basis), kvant_kv::SchemeError>
     let (rest, rotate_v) = text.strip_suffix(ROTATE_V).map_or((text, false), |rest| (rest, true));
     let (rest, rotate_k) = rest.strip_suffix(ROTATE_K).map_or((rest, false), |rest| (rest, true));
     let named = |e: kvant_kv::SchemeError| kvant_kv::SchemeError { text: text.to_string(), ..e };
+    let no = |why: String| Err(kvant_kv::SchemeError { text: text.to_string(), why });
     let scheme: Scheme = rest.parse().map_err(named)?;
-    if scheme.packed().is_none() && (rotate_k || rotate_v) {
-        let why = format!("{scheme} packs nothing, so there is nothing to rotate it for");
-        return Err(kvant_kv::SchemeError { text: text.to_string(), why });
+    let mut basis = implied(&scheme);
+    let Some(packed) = scheme.packed() else {
+        return match rotate_k || rotate_v {
+            true => no(format!("{scheme} packs nothing, so there is nothing to rotate it for")),
+            false => Ok((scheme, basis)),
+        };
+    };
+    for (asked, suffix, name, codec, turn) in [
+        (rotate_k, ROTATE_K, "keys", packed.k(), &mut basis.keys),
+        (rotate_v, ROTATE_V, "values", packed.v(), &mut basis.values),
+    ] {
+        if asked && codec.as_affine().is_none() {
+            let how = if *turn == Turn::None { "are never rotated" } else { "are rotated anyway" };
+            return no(format!("{name} of {codec} {how}, so leave {suffix} out"));
+        }
+        if asked {
+            *turn = Turn::Plain;
+        }
     }
-    Ok((scheme, Basis { rotate_k, rotate_v, key_order: None }))
+    Ok((scheme, basis))
 }
 
 impl fmt::Display for Schemes {
@@ -163,16 +241,19 @@ impl fmt::Display for Schemes {
 #[serde(deny_unknown_fields)]
 struct File {
     default: Option<Spanned<String>>,
+    codebooks: Option<Spanned<PathBuf>>,
     #[serde(default)]
     layers: BTreeMap<String, Spanned<String>>,
     #[serde(default)]
     loud: BTreeMap<String, Spanned<Vec<Vec<u16>>>>,
 }
 
-/// Reads a scheme (`k4v4g64w128s4p512`, `k4v4g64.mse.rotv`, `f16`, `bf16`), a preset (`balanced`) or, when the text ends in `.toml`, a scheme file.
+/// Reads a scheme (`k4v4g64w128s4p512`, `k4v4g64.mse.rotv`, `f16`, `bf16`), a preset (`balanced`) or, when the text ends in
+/// `.toml`, a scheme file.
 ///
 /// # Errors
-/// [`Error::Kv`] for an unknown scheme in place of a file, [`Error::Read`] and [`Error::SchemeFile`] for a file.
+/// [`Error::Kv`] for an unknown scheme in place of a file, [`Error::Read`] and [`Error::SchemeFile`] for a file,
+/// [`Error::Codebooks`] for that of its codebooks.
 pub fn load_schemes(text_or_path: &str, layers: usize) -> Result<Schemes, Error> {
     if !is_file(text_or_path) {
         let layer = parse_layer(text_or_path).map_err(kvant_kv::Error::from)?;
@@ -180,7 +261,12 @@ pub fn load_schemes(text_or_path: &str, layers: usize) -> Result<Schemes, Error>
     }
     let path = Path::new(text_or_path);
     let text = read(path)?;
-    parse_file(&text, layers).map(Schemes::of_parts).map_err(|why| Error::SchemeFile { path: path.into(), why })
+    let (parts, books) = parse_file(&text, layers).map_err(|why| Error::SchemeFile { path: path.into(), why })?;
+    let schemes = Schemes::of_parts(parts);
+    let Some(books) = books else { return Ok(schemes) };
+    let folder = path.parent().unwrap_or(Path::new(""));
+    let books = codebooks::read(&folder.join(books), schemes.layers())?;
+    Ok(schemes.with_codebooks(books))
 }
 
 /// Whether what was given names a scheme file.
@@ -216,8 +302,12 @@ fn read(path: &Path) -> Result<String, Error> {
     Ok(text.strip_prefix('\u{feff}').unwrap_or(&text).to_owned())
 }
 
-/// One scheme and basis per layer from the text of a scheme file; Err says what is wrong and in which line.
-fn parse_file(text: &str, layers: usize) -> Result<Vec<(Scheme, Basis)>, String> {
+/// How a layer stores tokens, and what it turns them into before.
+type Layer = (Scheme, Basis);
+
+/// One of these per layer from the text of a scheme file, and where its codebooks lie; Err says what is wrong and in which
+/// line.
+fn parse_file(text: &str, layers: usize) -> Result<(Vec<Layer>, Option<PathBuf>), String> {
     let line = |at: usize| text.as_bytes()[..at.min(text.len())].iter().filter(|&&b| b == b'\n').count() + 1;
     let at_line = |at: usize, why: &dyn fmt::Display| format!("line {}: {why}", line(at));
     let file: File = toml::from_str(text).map_err(|e| match e.span() {
@@ -225,7 +315,7 @@ fn parse_file(text: &str, layers: usize) -> Result<Vec<(Scheme, Basis)>, String>
         None => e.message().to_owned(),
     })?;
     let parse = |text: &Spanned<String>| parse_layer(text.get_ref()).map_err(|e| at_line(text.span().start, &e));
-    let mut schemes: Vec<Option<(Scheme, Basis)>> = vec![None; layers];
+    let mut schemes: Vec<Option<Layer>> = vec![None; layers];
     for (name, text) in &file.layers {
         let scheme = parse(text)?;
         let no = |why: String| at_line(text.span().start, &why);
@@ -253,6 +343,11 @@ fn parse_file(text: &str, layers: usize) -> Result<Vec<(Scheme, Basis)>, String>
             s.or(default.clone()).ok_or_else(|| format!("layer {layer} has no scheme and there is no default"))
         })
         .collect::<Result<Vec<_>, _>>()?;
+    let vectors =
+        |(scheme, _): &Layer| scheme.packed().is_some_and(|p| [p.k(), p.v()].iter().any(Codec::wants_codebooks));
+    if let Some(books) = file.codebooks.as_ref().filter(|_| !schemes.iter().any(vectors)) {
+        return Err(at_line(books.span().start, &"codebooks are named, and no layer has sub-vectors (vq)"));
+    }
     for (name, lists) in file.loud {
         let no = |why: String| at_line(lists.span().start, &why);
         let layer = name.trim().parse::<usize>().map_err(|_| no(format!("`{name}` is no layer")))?;
@@ -272,23 +367,27 @@ fn parse_file(text: &str, layers: usize) -> Result<Vec<(Scheme, Basis)>, String>
             return Err(no(format!("layer {layer} is named twice")));
         }
     }
-    Ok(schemes)
+    Ok((schemes, file.codebooks.map(Spanned::into_inner)))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn parts(text: &str, layers: usize) -> Vec<(Scheme, Basis)> {
+        parse_file(text, layers).unwrap().0
+    }
+
     #[test]
     fn files_name_layers_and_ranges() {
         let text = "default = \"k4v4g64\"\n[layers]\n0 = \"f16\"\n\"2-3\" = \"k8v8g64\"\n";
-        let texts: Vec<String> = parse_file(text, 5).unwrap().iter().map(|(s, _)| s.to_string()).collect();
+        let texts: Vec<String> = parts(text, 5).iter().map(|(s, _)| s.to_string()).collect();
         assert_eq!(texts, ["f16", "k4v4g64", "k8v8g64", "k8v8g64", "k4v4g64"]);
     }
 
     #[test]
     fn schemes_print_as_one_or_as_runs_of_layers() {
-        let text = |file: &str| Schemes::of_parts(parse_file(file, 5).unwrap()).to_string();
+        let text = |file: &str| Schemes::of_parts(parts(file, 5)).to_string();
         assert_eq!(text("default = \"k4v4g64w0\"\n[layers]\n2 = \"k4v4g64s0\""), "k4v4g64");
         let file = "default = \"k4v4g64\"\n[layers]\n0 = \"k8v8g64w128\"\n3 = \"f16\"\n4 = \"bf16\"";
         assert_eq!(text(file), "0:k8v8g64w128,1-2:k4v4g64,3:f16,4:bf16");
@@ -309,6 +408,7 @@ mod tests {
             ("# schemes\ndefault = ", "line 2: ", ""),
             ("default = \"f16.rotv\"", "line 1: unknown scheme `f16.rotv`", "nothing to rotate"),
             ("default = \"k4v4g64.rotv.rotk\"", "line 1: unknown scheme `k4v4g64.rotv.rotk`", "`.rotv`"),
+            ("default = \"k4v4g64\"\ncodebooks = \"x\"", "line 2: codebooks are named", "no layer has sub-vectors"),
             ("default = \"k4v4g64\"\n[loud]\n0 = [[1]]", "line 3: layer 0 has scheme k4v4g64, which has no", ""),
             ("default = \"k2l8v2g64\"\n[loud]\n0 = [[1]]\n\"00\" = [[2]]", "line 4: layer 0 is named twice", ""),
             ("default = \"k2l8v2g64\"\n[loud]\n2 = [[1]]", "line 3: layer 2 does not exist", ""),
@@ -320,14 +420,70 @@ mod tests {
     }
 
     #[test]
+    fn codecs_bring_their_rotations_and_text_does_not_show_them() {
+        use Turn::{None, Plain, Signed};
+        for (text, keys, values) in [
+            ("ktq3vtq2g64w128s4p512", Signed, Signed),
+            ("krvq22v4g64", Signed, None),
+            ("krvq22v4g64.rotv", Signed, Plain),
+            ("k4vsb1g64", None, Signed),
+            ("k4vsb1g64.rotk", Plain, Signed),
+            ("kvq256x4vvq16x8g64", Plain, None),
+            ("k4v4g64.mse.rotk.rotv", Plain, Plain),
+            ("k4v4g64", None, None),
+        ] {
+            let (scheme, basis) = parse_layer(text).unwrap();
+            assert_eq!((basis.keys, basis.values), (keys, values), "{text}");
+            assert_eq!(text_of(&scheme, &basis), text);
+            if !text.contains(".rot") {
+                assert_eq!(Schemes::uniform(scheme, 1).bases()[0], basis, "{text}");
+            }
+        }
+        for (text, part) in [
+            ("ktq3v4g64.rotk", "keys of tq3 are rotated anyway, so leave .rotk out"),
+            ("k4vrvq11g64.rotk.rotv", "values of rvq11 are rotated anyway"),
+            ("kvq16x4v4g64.rotk", "keys of vq16x4 are rotated anyway"),
+            ("k4vvq16x4g64.rotv", "values of vq16x4 are never rotated, so leave .rotv out"),
+        ] {
+            let e = parse_layer(text).unwrap_err().to_string();
+            assert!(e.contains(part) && e.contains(text), "{e}");
+        }
+    }
+
+    #[test]
+    fn sub_vectors_without_codebooks_are_no_scheme_to_decode_with() {
+        let shape = LayerShape::new(4, 2, 64).unwrap();
+        let schemes = Schemes::of_parts(parts("default = \"k4v4g64\"\n[layers]\n1 = \"k4vvq16x8g64\"", 2));
+        let e = schemes.check(&shape).unwrap_err();
+        assert!(matches!(e, Error::NoCodebooks { layer: 1, .. }), "{e}");
+        assert!(e.to_string().contains("layer 1 has scheme k4vvq16x8g64: nothing says"), "{e}");
+        let folder = tempfile::tempdir().unwrap();
+        let (file, books) = (folder.path().join("a.toml"), folder.path().join("b.safetensors"));
+        std::fs::write(&file, "codebooks = \"b.safetensors\"\n[layers]\n0 = \"k4v4g64\"\n1 = \"k4vvq16x8g64\"\n")
+            .unwrap();
+        let load = || load_schemes(file.to_str().unwrap(), 2);
+        let e = load().unwrap_err().to_string();
+        assert!(e.contains(books.to_str().unwrap()), "{e}");
+        let rows: Vec<f32> = (0..64 * 64).map(|i| (i as f32 * 0.71).sin()).collect();
+        let book = kvant_kv::Codebook::train(64, 16, 8, &rows, 3, 1).unwrap();
+        let of_heads = |n| Arc::new(LayerBooks { values: vec![book.clone(); n], ..LayerBooks::default() });
+        for (heads, fits) in [(2, true), (1, false)] {
+            std::fs::write(&books, codebooks::file_bytes(&[None, Some(of_heads(heads))]).unwrap()).unwrap();
+            let schemes = load().unwrap();
+            assert_eq!(schemes.codebooks()[1], Some(of_heads(heads)));
+            assert_eq!(schemes.check(&shape).is_ok(), fits);
+        }
+    }
+
+    #[test]
     fn loud_channels_are_as_many_as_the_scheme_has() {
         let shape = LayerShape::new(4, 2, 64).unwrap();
-        let check = |text: &str| Schemes::of_parts(parse_file(text, 2).unwrap()).check_loud(&shape);
+        let check = |text: &str| Schemes::of_parts(parts(text, 2)).check_loud(&shape);
         let of = |lists: &str| format!("default = \"k2l8v2g64.rotv\"\n[loud]\n0 = {lists}\n1 = {lists}\n");
         let eight = "[0, 9, 2, 3, 4, 5, 6, 63]";
         let file = of(&format!("[{eight}, {eight}]"));
         check(&file).unwrap();
-        let schemes = Schemes::of_parts(parse_file(&file, 2).unwrap());
+        let schemes = Schemes::of_parts(parts(&file, 2));
         let order = schemes.complete_bases(&shape)[1].key_order.clone().unwrap();
         assert_eq!((&order[1][..9], order[1].len()), (&[0, 2, 3, 4, 5, 6, 9, 63, 1][..], 64));
         assert_eq!(schemes.to_string(), "k2l8v2g64.rotv");

@@ -144,6 +144,7 @@ fn parse_skip(text: &str) -> Result<usize, String> {
   kvant tune --text book.txt --budget-bits 2.65,2.75,3.0,3.5 --out smollm2.toml    writes smollm2-2.65.toml and so on
   kvant tune --text book.txt --budget-bits 2.75 --quick
   kvant tune --text book.txt --uniform --kv k2l4v2g64w128s4.mse.rotv --out loud.toml
+  kvant tune --text book.txt --codebooks --kv kvq256x4vvq256x4g64w128s4p512        writes tuned.safetensors too
   kvant eval --text other.txt --kv tuned.toml                                      what the file really costs
 
 What was measured is kept in a state file after every layer; the same command goes on from there. Another budget costs
@@ -156,7 +157,7 @@ pub struct TuneArgs {
     #[arg(long, value_name = "FILE")]
     pub text: PathBuf,
     /// Bits of a packed element at most, scales and zeros included; several, comma-separated
-    #[arg(long, allow_negative_numbers = true, value_name = "B1,B2,..", required_unless_present = "uniform", value_delimiter = ',', value_parser = parse_bits)]
+    #[arg(long, allow_negative_numbers = true, value_name = "B1,B2,..", required_unless_present_any = ["uniform", "codebooks"], value_delimiter = ',', value_parser = parse_bits)]
     pub budget_bits: Vec<f64>,
     /// Scheme file to write
     #[arg(long, value_name = "FILE", default_value = "tuned.toml")]
@@ -167,10 +168,16 @@ pub struct TuneArgs {
     /// Choose no bits: the scheme of --kv in every layer, and only which of its key channels are loud
     #[arg(long, conflicts_with_all = ["budget_bits", "quick"])]
     pub uniform: bool,
+    /// Choose no bits: learn the centroids of --kv's sub-vectors (vq), and write them beside --out
+    #[arg(long, conflicts_with_all = ["budget_bits", "quick", "uniform", "skip_chunks", "state"])]
+    pub codebooks: bool,
+    /// Tokens to learn centroids from; of each head 8192 rows at most are kept [default: 8192, or all that the text has]
+    #[arg(long, allow_negative_numbers = true, value_name = "N", value_parser = parse_count, requires = "codebooks", conflicts_with_all = ["uniform", "budget_bits"])]
+    pub tokens: Option<usize>,
     /// Measure fewer forms over fewer tokens and derive the others
     #[arg(long)]
     pub quick: bool,
-    /// Tokens to calibrate on [default: 1024, or 512 with --quick]
+    /// Tokens to calibrate on [default: 1024, or 512 with --quick]; with --codebooks those of a chunk [default: 2048]
     #[arg(long, allow_negative_numbers = true, value_name = "TOKENS", value_parser = parse_count)]
     pub ctx: Option<usize>,
     /// Chunks of so many tokens at the text's start to leave out

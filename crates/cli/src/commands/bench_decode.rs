@@ -65,7 +65,7 @@ pub fn run(args: &DecodeArgs) -> Result<()> {
     if !args.arm_process {
         session::warn_of(&args.kv);
     }
-    session::check_loud(&load_schemes(&args.kv, model.config.layers)?, &model.config)?;
+    session::check_schemes(&load_schemes(&args.kv, model.config.layers)?, &model.config)?;
     check_lengths(&scheme, args.prompt_len, args.steps, model.config.context)?;
     if args.arm_process {
         return arm_process::serve(args, &model, threads);

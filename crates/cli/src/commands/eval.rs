@@ -139,7 +139,7 @@ fn entries(text: &str, config: &Config) -> Result<Vec<Entry>, Failure> {
             }
             None => {
                 let schemes = load_schemes(part, config.layers)?;
-                session::check_loud(&schemes, config)?;
+                session::check_schemes(&schemes, config)?;
                 let mut contestant = Contestant::scheme(schemes, config.shape.head_dim);
                 if is_file(part) {
                     // What layers and loud channels were called is clearer than all of them.

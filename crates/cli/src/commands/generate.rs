@@ -59,7 +59,7 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     session::check_text(args.cache.kv.as_deref())?;
     let located = session::locate(&args.model)?;
     let (schemes, arm) = session::schemes_and_arm(args.cache.kv.as_deref(), args.cache.arm, located.config.layers)?;
-    session::check_loud(&schemes, &located.config)?;
+    session::check_schemes(&schemes, &located.config)?;
     let model = session::load(&located, threads)?;
     let mut engine = session::engine(&model, threads, args.kernel.as_deref(), arm, schemes)?;
     let tokens = session::tokens(&model, &prompts, args.chat)?;

@@ -44,7 +44,7 @@ pub fn run(args: &ServeArgs) -> Result<()> {
             Failure::input("--arm dequant-once keeps a copy that requests cannot be moved out with", hint).into()
         );
     }
-    session::check_loud(&schemes, &located.config)?;
+    session::check_schemes(&schemes, &located.config)?;
     let listener = listen(&args.host, args.port)?;
     let address = listener.local_addr()?;
     start_log(args.log_format);

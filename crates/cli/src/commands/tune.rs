@@ -1,7 +1,9 @@
 //! `kvant tune`: bits by layer under a budget. In: a model, a calibration text, budgets; out: one scheme file per budget, which
 //! `--kv` reads everywhere. What was measured is kept beside them after every layer, so that a run that was stopped goes on
-//! where it was.
+//! where it was. With --codebooks: tune/codebooks.rs.
 //! NOT here: measuring and choosing (the engine's tune room), reading scheme files (the engine).
+
+mod codebooks;
 
 use crate::args::TuneArgs;
 use crate::failure::{Failure, SCHEME_HINT};
@@ -10,7 +12,7 @@ use crate::{output, progress, session, text};
 use anyhow::Result;
 use kvant_engine::schemes::{is_file, parse_layer};
 use kvant_engine::tune::{self, FORMS, Form, QUICK_FORMS, Sensitivity, Session, Template, Tensor};
-use kvant_engine::{Basis, Products, Schemes};
+use kvant_engine::{Basis, Products, Schemes, Turn};
 use kvant_kv::Scheme;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -60,13 +62,16 @@ struct Tuned {
 
 /// Runs the command.
 pub fn run(args: &TuneArgs) -> Result<()> {
+    if args.codebooks {
+        return codebooks::run(args);
+    }
     let threads = args.machine.threads()?;
     let (scheme, basis) = parse_layer(&args.kv).map_err(Failure::from)?;
     let Scheme::Packed(scheme) = scheme else {
         let what = format!("--kv {} packs nothing, and tune chooses the bits of a packed scheme", args.kv);
         return Err(Failure::input(what, SCHEME_HINT).into());
     };
-    let template = Template { scheme, rotate_k: basis.rotate_k, rotate_v: basis.rotate_v };
+    let template = Template { scheme, rotate_k: basis.keys != Turn::None, rotate_v: basis.values != Turn::None };
     if !is_file(&args.out.to_string_lossy()) {
         let what =
             format!("--out {} would be no scheme file for --kv: its name does not end in .toml", args.out.display());
@@ -204,7 +209,8 @@ fn out_path(args: &TuneArgs, bits: f64) -> PathBuf {
 }
 
 fn template_text(template: &Template) -> String {
-    let basis = Basis { rotate_k: template.rotate_k, rotate_v: template.rotate_v, key_order: None };
+    let turn = |on: bool| if on { Turn::Plain } else { Turn::None };
+    let basis = Basis { keys: turn(template.rotate_k), values: turn(template.rotate_v), ..Basis::default() };
     Schemes::of_parts(vec![(Scheme::Packed(template.scheme), basis)]).text(0)
 }
 

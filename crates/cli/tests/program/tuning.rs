@@ -85,6 +85,63 @@ fn bad_input_to_tune_is_refused() {
     kvant([&words[..], &["--out", out.to_str().unwrap()]].concat()).is_refused("its folder is not there");
 }
 
+/// Codebooks are learned, read again from another folder than the one they were written from, and missed where they are not.
+#[test]
+fn codebooks_become_two_files_that_commands_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let kv = "kvq16x8vvq16x8g32w32s4";
+    let learn = ["--codebooks", "--tokens", "300", "--ctx", "160"];
+    let run = tune(folder.path(), &[&learn[..], &["--kv", kv, "--json"]].concat());
+    assert_eq!(run.code, Some(0), "{run:?}");
+    let out: Value = serde_json::from_str(&run.stdout).unwrap();
+    assert_eq!((out["heads"].as_u64(), out["rows_per_head"].as_u64()), (Some(30 * 3 * 2), Some(300 - 2 * 4)));
+    let file = folder.path().join("tuned.toml");
+    let text = fs::read_to_string(&file).unwrap();
+    assert!(
+        text.contains("codebooks = \"tuned.safetensors\"\n[layers]\n\"0-29\" = \"kvq16x8vvq16x8g32w32s4\"\n"),
+        "{text}"
+    );
+    let bytes = fs::metadata(folder.path().join("tuned.safetensors")).unwrap().len();
+    assert_eq!(out["codebook_bytes"].as_u64(), Some(bytes));
+
+    let prompt = ["generate", "--prompt", "The capital of France is", "--max-tokens", "2", "--json", "--kv"];
+    let run = kvant(prompt.iter().copied().chain([file.to_str().unwrap()]));
+    assert_eq!(run.code, Some(0), "{run:?}");
+    let out: Value = serde_json::from_str(&run.stdout).unwrap();
+    assert_eq!(out["cache"]["scheme"], kv);
+    let run = kvant(["bench", "attend", "--shape", "b=1,q=9,kv=3,d=64,s=256", "--kv", kv, "--rounds", "1", "--json"]);
+    assert_eq!(run.code, Some(0), "random numbers need no codebooks: {run:?}");
+
+    // Without them, and with the file of another scheme, nothing is decoded.
+    let text = folder.path().join("text.txt");
+    let text = text.to_str().unwrap();
+    for words in [
+        &prompt[..],
+        &["serve", "--port", "0", "--kv"],
+        &["eval", "--text", text, "--ctx", "64", "--chunks", "1", "--kv"],
+        &["bench", "decode", "--batch", "1", "--prompt-len", "64", "--steps", "128", "--kv"],
+    ] {
+        let run = kvant(words.iter().copied().chain([kv]));
+        run.is_refused(
+            "layer 0 has scheme kvq16x8vvq16x8g32w32s4: nothing says what the centroids of its sub-vectors are",
+        );
+        assert!(run.stderr.contains("kvant tune --codebooks --kv kvq16x8vvq16x8g32w32s4"), "{run:?}");
+    }
+    fs::write(&file, "codebooks = \"tuned.safetensors\"\ndefault = \"kvq256x8v4g32\"\n").unwrap();
+    let run = kvant(prompt.iter().copied().chain([file.to_str().unwrap()]));
+    run.is_refused("tensor `layer.0.k.levels` has shape [3, 8, 16, 8], expected [3, 8, 256, 8]");
+    assert!(run.stderr.contains("tuned.safetensors"), "{run:?}");
+
+    let check = |more: &[&str], error: &str| tune(folder.path(), &[&["--codebooks"], more].concat()).is_refused(error);
+    check(&[], "has no sub-vectors, and --codebooks learns their centroids");
+    check(&["--kv", kv, "--tokens", "9000"], "and --tokens asks for 9000");
+    check(&["--kv", kv, "--tokens", "20", "--ctx", "10"], "make 12 rows, and 16 centroids want as many at least");
+    check(&["--kv", kv, "--budget-bits", "3"], "cannot be used with");
+    tune(folder.path(), &["--uniform", "--kv", "k2l4v2g64", "--tokens", "100"]).is_refused("cannot be used with");
+    let words = ["tune", "--codebooks", "--text", text, "--kv", kv, "--out"];
+    kvant(words.iter().copied().chain(["tuned.txt"])).is_refused("does not end in .toml");
+}
+
 /// A scheme whose loud channels nobody chose is no scheme to decode with, and one that warns says so.
 #[test]
 fn loud_channels_need_a_file_and_the_small_preset_warns() {

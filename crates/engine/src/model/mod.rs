@@ -13,7 +13,7 @@ mod matmul;
 pub mod rope;
 
 pub(crate) use basis::rotate_heads;
-pub use basis::{Basis, order_with_first};
+pub use basis::{Basis, Turn, order_with_first};
 pub use config::{ARCHITECTURES, Activation, Architecture, AttentionFacts, Config, Windows};
 
 use crate::Error;

@@ -3,7 +3,7 @@
 //! NOT here: which form a layer gets (allocate.rs).
 
 use super::Sensitivity;
-use crate::model::Basis;
+use crate::model::{Basis, Turn};
 use kvant_kv::{PackedScheme, Scheme, SchemeError};
 use std::fmt;
 
@@ -123,7 +123,8 @@ impl Template {
         let scheme = PackedScheme::new(k.bits, v.bits, s.group_len(), s.window_len(), s.sinks(), s.page_len())?
             .with_loud(k.loud)?;
         let scheme = scheme.with_fit(s.fit());
-        let rotate_k = self.rotate_k && k.loud == 0 && k.bits > 2;
+        let turn = |on: bool| if on { Turn::Plain } else { Turn::None };
+        let keys = turn(self.rotate_k && k.loud == 0 && k.bits > 2);
         let mut key_order = None;
         if k.loud > 0 {
             let first = |ranked: &Vec<u16>| {
@@ -133,7 +134,7 @@ impl Template {
             };
             key_order = Some(ranked.iter().map(first).collect::<Vec<_>>().into());
         }
-        Ok((Scheme::Packed(scheme), Basis { rotate_k, rotate_v: self.rotate_v, key_order }))
+        Ok((Scheme::Packed(scheme), Basis { keys, values: turn(self.rotate_v), key_order, smooth: None }))
     }
 
     /// A layer that stores one tensor in this form and the other one in 8 bits, which cost next to nothing.
@@ -171,8 +172,8 @@ mod tests {
         let (scheme, basis) = template.layer(FORMS[1], FORMS[7], &ranked).unwrap();
         assert_eq!(scheme.to_string(), "k2l8v3g64w128s4p512.mse");
         assert_eq!(basis.key_order.unwrap()[2], (56..64).collect::<Vec<u16>>());
-        assert!(!basis.rotate_k && basis.rotate_v);
-        assert!(template.alone(FORMS[5], &ranked).unwrap().1.rotate_k);
+        assert_eq!((basis.keys, basis.values), (Turn::None, Turn::Plain));
+        assert_eq!(template.alone(FORMS[5], &ranked).unwrap().1.keys, Turn::Plain);
         assert_eq!(template.alone(FORMS[6], &ranked).unwrap().0.to_string(), "k8v2g64w128s4p512.mse");
     }
 }

@@ -8,10 +8,12 @@
 //! (the files in schemes/ carry the sum, docs/accuracy.md what each really costs).
 //! Loud channels of a head: the largest `rms(q) * range(k)` over the calibration text, the bound of what their rounding does to
 //! a score.
-//! Rooms: forms.rs (what a layer may store), session.rs (measuring), allocate.rs (choosing).
+//! Beside that, codebooks of sub-vectors: centroids and smoothing of key channels, from rows that a calibration text makes.
+//! Rooms: forms.rs (what a layer may store), session.rs (measuring), allocate.rs (choosing), centroids.rs (codebooks).
 //! NOT here: files of schemes (schemes.rs reads them, the program writes them), scores (eval/score.rs).
 
 mod allocate;
+pub mod centroids;
 mod forms;
 mod session;
 

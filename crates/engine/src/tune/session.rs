@@ -71,7 +71,7 @@ impl Session {
         parts[layer] = (scheme, basis);
         let schemes = Schemes::of_parts(parts);
         let shape = self.model.config().shape;
-        schemes.check_loud(&shape)?;
+        schemes.check(&shape)?;
         let mut divergences = Vec::new();
         let bases = schemes.complete_bases(&shape);
         self.run(layer, Some(&mut divergences), schemes.layers(), &bases, None)?;
