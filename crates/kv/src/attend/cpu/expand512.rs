@@ -6,7 +6,8 @@
 //! - Sub-vectors of values: the same dwords of four neighbouring quads of channels, transposed twice: bytes of 4 tokens inside a
 //!   128-bit lane, then lanes.
 //!
-//! Tried and lost: nothing yet beside gathers.
+//! Tried and lost: writing the bytes of the next group before those of this one are used (3 to 8 % slower: they leave the
+//! first-level cache).
 //! NOT here: products (avx512.rs), the plain way (expand.rs).
 
 use super::kernel::Expand;
@@ -156,29 +157,50 @@ unsafe fn codes_of<const CENTROIDS: usize>(codes: *const u8, sub: usize, token: 
     }
 }
 
-/// Levels of 16 tokens' centroids: one dword of four channels each. QUADS is the quads of a sub-vector, `part` the one wanted.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn levels_of<const CENTROIDS: usize, const QUADS: usize>(
-    levels: *const u8,
-    part: usize,
-    codes: __m512i,
-) -> __m512i {
-    // SAFETY: the caller's levels are those of CENTROIDS centroids of QUADS quads, and codes are below that.
-    unsafe {
+/// Where the levels of one quad of channels are looked up: a dword for each centroid. QUADS is the quads of a sub-vector.
+#[derive(Clone, Copy)]
+struct Levels<const CENTROIDS: usize, const QUADS: usize> {
+    /// Of 16 centroids.
+    table: __m512i,
+    /// Of 256.
+    from: *const i32,
+}
+
+impl<const CENTROIDS: usize, const QUADS: usize> Levels<CENTROIDS, QUADS> {
+    /// Levels of quad `part` of a sub-vector whose levels `[CENTROIDS][QUADS * 4]` are given.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+    unsafe fn new(levels: &[u8], part: usize) -> Self {
+        assert!(levels.len() == CENTROIDS * QUADS * QUAD && part < QUADS);
+        let (from, mut table) = (levels[part * QUAD..].as_ptr().cast::<i32>(), _mm512_setzero_si512());
         if CENTROIDS == 16 {
-            let table = if QUADS == 1 {
-                _mm512_loadu_si512(levels.cast())
-            } else {
-                let (a, b) = (_mm512_loadu_si512(levels.cast()), _mm512_loadu_si512(levels.add(LINE).cast()));
-                let even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-                let order = _mm512_add_epi32(even, _mm512_set1_epi32(part as i32));
-                _mm512_permutex2var_epi32(a, order, b)
-            };
-            return _mm512_permutexvar_epi32(codes, table);
+            // SAFETY: the length was just checked.
+            unsafe {
+                let first = _mm512_loadu_si512(levels.as_ptr().cast());
+                table = first;
+                if QUADS == 2 {
+                    let second = _mm512_loadu_si512(levels.as_ptr().add(LINE).cast());
+                    let even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+                    let order = _mm512_add_epi32(even, _mm512_set1_epi32(part as i32));
+                    table = _mm512_permutex2var_epi32(first, order, second);
+                }
+            }
         }
-        let from = levels.add(part * QUAD).cast();
-        if QUADS == 1 { _mm512_i32gather_epi32::<4>(codes, from) } else { _mm512_i32gather_epi32::<8>(codes, from) }
+        Self { table, from }
+    }
+
+    /// Levels of 16 tokens' centroids: one dword of four channels each.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+    unsafe fn of(self, codes: __m512i) -> __m512i {
+        // SAFETY: codes are below CENTROIDS, whose levels are there.
+        unsafe {
+            match (CENTROIDS, QUADS) {
+                (16, _) => _mm512_permutexvar_epi32(codes, self.table),
+                (_, 1) => _mm512_i32gather_epi32::<4>(codes, self.from),
+                _ => _mm512_i32gather_epi32::<8>(codes, self.from),
+            }
+        }
     }
 }
 
@@ -191,16 +213,18 @@ unsafe fn keys<const CENTROIDS: usize, const QUADS: usize>(
 ) {
     let panel_bytes = PANEL_LANES * book.head_dim();
     for sub in 0..book.subs() {
-        let levels = book.levels_of(sub).as_ptr();
+        // SAFETY: levels are those of a sub-vector, which has one quad or two.
+        let levels: [Levels<CENTROIDS, QUADS>; QUADS] =
+            std::array::from_fn(|part| unsafe { Levels::new(book.levels_of(sub), part) });
         for token in (0..group_len).step_by(SLOT_LANES) {
             let (panel, set) = (token / PANEL_LANES, token % PANEL_LANES / SLOT_LANES);
             // SAFETY: the caller checked the lengths: a panel has two slots for each quad of channels.
             unsafe {
                 let codes = codes_of::<CENTROIDS>(codes.as_ptr(), sub, token, group_len);
-                for part in 0..QUADS {
+                for (part, levels) in levels.iter().enumerate() {
                     let slot = (sub * QUADS + part) * 2 + set;
                     let to = out.as_mut_ptr().add(panel * panel_bytes + slot * LINE);
-                    _mm512_storeu_si512(to.cast(), levels_of::<CENTROIDS, QUADS>(levels, part, codes));
+                    _mm512_storeu_si512(to.cast(), levels.of(codes));
                 }
             }
         }
@@ -220,16 +244,17 @@ unsafe fn values<const CENTROIDS: usize, const QUADS: usize>(
         let panel = channel / PANEL_LANES * PANEL_LANES;
         let sets = PANEL_LANES.min(book.head_dim() - panel) / SLOT_LANES;
         let set = (channel - panel) / SLOT_LANES;
+        let first = channel / QUAD;
+        // SAFETY: levels are those of a sub-vector, which has one quad or two.
+        let levels: [Levels<CENTROIDS, QUADS>; 4] =
+            std::array::from_fn(|i| unsafe { Levels::new(book.levels_of((first + i) / QUADS), (first + i) % QUADS) });
         for token in (0..group_len).step_by(SLOT_LANES) {
             let mut rows = [_mm512_setzero_si512(); 4];
             for (i, row) in rows.iter_mut().enumerate() {
-                let quad = channel / QUAD + i;
                 // SAFETY: the caller checked the lengths.
                 unsafe {
-                    let codes = codes_of::<CENTROIDS>(codes.as_ptr(), quad / QUADS, token, group_len);
-                    let levels = book.levels_of(quad / QUADS).as_ptr();
-                    let levels = levels_of::<CENTROIDS, QUADS>(levels, quad % QUADS, codes);
-                    *row = _mm512_shuffle_epi8(levels, turn);
+                    let codes = codes_of::<CENTROIDS>(codes.as_ptr(), (first + i) / QUADS, token, group_len);
+                    *row = _mm512_shuffle_epi8(levels[i].of(codes), turn);
                 }
             }
             // Lane q of row i becomes lane i of slot q.
