@@ -447,6 +447,9 @@ pub struct RooflineArgs {
     /// Schemes, comma-separated
     #[arg(long, value_name = "S1,S2,..", default_value = roofline::DEFAULT_SCHEMES)]
     pub kv: String,
+    /// Operations to look at: attend, prefill, append, comma-separated [default: all]
+    #[arg(long, value_name = "OP,..")]
+    pub only: Option<String>,
     /// Tiny sizes and few rounds: does it run? Figures of these sizes say nothing
     #[arg(long)]
     pub quick: bool,

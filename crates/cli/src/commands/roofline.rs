@@ -68,7 +68,16 @@ fn settings(args: &RooflineArgs) -> Result<Settings, Failure> {
             ));
         }
     }
-    Ok(Settings { shape, schemes, threads, kernel: args.kernel.clone(), quick: args.quick })
+    let ops = match &args.only {
+        None => Op::ALL.to_vec(),
+        Some(names) => names.split(',').map(op).collect::<Result<_, _>>()?,
+    };
+    Ok(Settings { shape, schemes, threads, kernel: args.kernel.clone(), ops, quick: args.quick })
+}
+
+fn op(name: &str) -> Result<Op, Failure> {
+    let known = Op::ALL.into_iter().find(|op| op.name() == name);
+    known.ok_or_else(|| Failure::input(format!("--only: unknown operation `{name}`"), "attend, prefill, append"))
 }
 
 fn failure(e: SurveyError) -> Failure {
@@ -87,11 +96,13 @@ fn render(r: &Report) -> String {
     }
     text += "\n";
     text += &ceilings(r);
-    for op in Op::ALL {
+    for op in r.ops() {
         text += &format!("\n{}\n\n{}", op.title(), rows(r, op));
     }
-    text += "\nThe same bytes, cut otherwise\n\n";
-    text += &sweeps(r);
+    if !r.sweeps.threads.is_empty() {
+        text += "\nThe same bytes, cut otherwise\n\n";
+        text += &sweeps(r);
+    }
     let counts: Vec<_> =
         Bound::ALL.iter().filter(|b| r.count(**b) > 0).map(|b| format!("{} {b}", r.count(*b))).collect();
     text + &format!("\n{} rows: {}\n", r.rows.len(), counts.join(", "))

@@ -138,6 +138,21 @@ fn text_names_ceilings_verdicts_and_that_a_quick_run_says_nothing() {
 }
 
 #[test]
+fn one_operation_of_every_codec_alone() {
+    let schemes = "ktq3vtq1g32,krvq21vrvq22g32,ksb1vsb4g32,kvq16x4vvq256x8g32";
+    let shape = ["--quick", "--shape", "q=4,kv=2,d=64", "--only", "append"];
+    let run = kvant(["roofline"].iter().chain(&shape).chain(&["--kv", schemes, "--json"]));
+    assert_eq!(run.code, Some(0), "{run:?}");
+    let report: Value = serde_json::from_str(&run.stdout).unwrap();
+    let rows = report["rows"].as_array().unwrap();
+    assert!(rows.iter().all(|row| row["op"] == "append" && row["input_gbps"].as_f64() > Some(0.0)), "{rows:?}");
+    assert!(schemes.split(',').all(|scheme| rows.iter().any(|row| row["scheme"] == scheme)), "{rows:?}");
+    let text = kvant(["roofline"].iter().chain(&shape).chain(&["--kv", "k4v4g32"]));
+    assert!(text.stdout.contains("Append") && !text.stdout.contains("cut otherwise"), "{text:?}");
+    kvant(["roofline", "--quick", "--only", "appendix"]).is_refused("unknown operation `appendix`");
+}
+
+#[test]
 fn bad_input_is_refused_before_anything_is_measured() {
     kvant(["roofline", "--quick", "--html", "/nonexistent/folder/x.html"]).is_refused("cannot write /nonexistent");
     kvant(["roofline", "--shape", "q=3,kv=2,d=64"]).is_refused("q_heads 3");

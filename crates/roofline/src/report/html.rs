@@ -53,7 +53,7 @@ pub fn html(report: &Report) -> String {
         escape(&report.machine.cpu)
     );
     head(&mut page, report);
-    for op in Op::ALL {
+    for op in report.ops() {
         let _ = writeln!(page, "<h2 id=\"{op}\">{}</h2>", op.title());
         let _ = writeln!(page, "<p>{}</p>", explain(op));
         legend(&mut page, report);
@@ -61,7 +61,9 @@ pub fn html(report: &Report) -> String {
         table(&mut page, report, op);
     }
     ceilings(&mut page, report);
-    sweeps(&mut page, report);
+    if !report.sweeps.threads.is_empty() {
+        sweeps(&mut page, report);
+    }
     method(&mut page);
     machine(&mut page, report);
     page += "</main>\n</body>\n</html>\n";

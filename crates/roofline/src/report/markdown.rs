@@ -46,10 +46,13 @@ pub fn markdown(report: &Report) -> String {
         time(d.empty_median_ns),
         time(d.one_token_ns)
     );
-    for op in Op::ALL {
+    for op in r.ops() {
         table(&mut text, r, op);
     }
     let s = &r.sweeps;
+    if s.threads.is_empty() {
+        return text;
+    }
     text += "\n### The same bytes, cut otherwise\n";
     sweep(&mut text, "threads", &s.threads, |p| p.threads.to_string());
     sweep(&mut text, "requests", &s.requests, |p| format!("{} x {}", p.batch, tokens(p.kv_len)));

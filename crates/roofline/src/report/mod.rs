@@ -34,6 +34,15 @@ impl Op {
     /// Every operation, in the order of pages.
     pub const ALL: [Self; 3] = [Self::Attend, Self::Prefill, Self::Append];
 
+    /// As it is named in JSON and on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Op::Attend => "attend",
+            Op::Prefill => "prefill",
+            Op::Append => "append",
+        }
+    }
+
     /// Heading of its section.
     pub fn title(self) -> &'static str {
         match self {
@@ -236,7 +245,7 @@ impl SweepPoint {
 }
 
 /// The same bytes in other pieces.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub struct Sweeps {
     /// By threads.
     pub threads: Vec<SweepPoint>,
@@ -282,6 +291,11 @@ pub struct Report {
 }
 
 impl Report {
+    /// Operations that were looked at.
+    pub fn ops(&self) -> impl Iterator<Item = Op> {
+        Op::ALL.into_iter().filter(|&op| self.rows_of(op).next().is_some())
+    }
+
     /// Rows of one operation.
     pub fn rows_of(&self, op: Op) -> impl Iterator<Item = &Row> {
         self.rows.iter().filter(move |r| r.op == op)

@@ -10,7 +10,7 @@ mod workload;
 use crate::ceilings::{Ceilings, Effort};
 use crate::machine::Machine;
 use crate::memory::CeilingError;
-use crate::report::{Dispatch, Report};
+use crate::report::{Dispatch, Op, Report, Sweeps};
 use crate::timer::{self, COLD_BYTES, Contestant};
 use kvant_kv::{Attention, Error, LayerShape, Scheme};
 use std::sync::{Mutex, PoisonError};
@@ -52,6 +52,8 @@ pub struct Settings {
     pub threads: usize,
     /// Attention kernel, or the best there is.
     pub kernel: Option<String>,
+    /// Operations to look at.
+    pub ops: Vec<Op>,
     /// Tiny sizes and few rounds: does it run? Its figures say nothing.
     pub quick: bool,
 }
@@ -176,8 +178,12 @@ pub fn survey(settings: &Settings, progress: &mut dyn FnMut(&str)) -> Result<Rep
         floors,
     };
     let rows = rows::measure(&context, progress)?;
-    progress("cut the same bytes otherwise");
-    let sweeps = sweeps::measure(&context)?;
+    let sweeps = if settings.ops.contains(&Op::Attend) {
+        progress("cut the same bytes otherwise");
+        sweeps::measure(&context)?
+    } else {
+        Sweeps::default()
+    };
     Ok(Report {
         version: env!("CARGO_PKG_VERSION").to_string(),
         note: None,
@@ -249,7 +255,6 @@ fn floors(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::Op;
 
     #[test]
     fn a_quick_survey_has_every_row_and_every_figure() {
@@ -259,6 +264,7 @@ mod tests {
             schemes,
             threads: 2,
             kernel: Some("portable".into()),
+            ops: Op::ALL.to_vec(),
             quick: true,
         };
         let mut heard = Vec::new();
@@ -287,6 +293,7 @@ mod tests {
             schemes: vec![Scheme::F16],
             threads: 1,
             kernel: Some("abacus".into()),
+            ops: vec![Op::Append],
             quick: true,
         };
         assert!(matches!(survey(&settings, &mut |_| {}), Err(SurveyError::Kv(Error::Unsupported { .. }))));

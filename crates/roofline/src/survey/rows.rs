@@ -27,16 +27,19 @@ const CUT: usize = 4;
 /// All rows.
 pub(super) fn measure(c: &Context<'_>, progress: &mut dyn FnMut(&str)) -> Result<Vec<Row>, SurveyError> {
     let mut rows = Vec::new();
-    for &kv_len in c.plan.attend {
+    let asked = |op| c.settings.ops.contains(&op);
+    for &kv_len in c.plan.attend.iter().filter(|_| asked(Op::Attend)) {
         progress(&format!("attention of one row over {} tokens", tokens(kv_len)));
         rows.extend(attend(c, kv_len)?);
     }
-    for &(held, new_rows) in c.plan.prefill {
+    for &(held, new_rows) in c.plan.prefill.iter().filter(|_| asked(Op::Prefill)) {
         progress(&format!("attention of {new_rows} rows over {} tokens", tokens(held + new_rows)));
         rows.extend(prefill(c, held, new_rows)?);
     }
-    progress("append");
-    rows.extend(append(c)?);
+    if asked(Op::Append) {
+        progress("append");
+        rows.extend(append(c)?);
+    }
     // By operation, then scheme, then size: the order of tables.
     let place = |r: &Row| c.settings.schemes.iter().position(|s| s.to_string() == r.scheme);
     rows.sort_by_key(|r| (r.op, place(r)));
