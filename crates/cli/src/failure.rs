@@ -178,8 +178,8 @@ impl From<kvant_engine::Error> for Failure {
 }
 
 /// What a scheme looks like, for every message about one.
-pub const SCHEME_HINT: &str = "a scheme is safe, balanced, small, f16, bf16 or like k4v4g64w128s4p512: key bits (2, 3, 4, 8; 2 with l2, l4 or l8), \
-     value bits, group_len (32, 64, 128), then optionally window_len, sinks, page_len, then .mse or .ls, .rotk, .rotv";
+pub const SCHEME_HINT: &str = "a scheme is safe, balanced, small, f16, bf16 or like k4v4g64w128s4p512: key bits (2, 3, 4, 8; 2 with l2, l4 or l8) \
+     or a codec (tq1 to tq4, rvq11, rvq21, rvq22, sb1 to sb4, vq256x4), value bits or codec, group_len (32, 64, 128), then optionally window_len, sinks, page_len, then .mse or .ls, .rotk, .rotv";
 
 #[cfg(test)]
 mod tests {

@@ -30,6 +30,7 @@ use kvant_kv::{Cache, Codec, LayerShape, Scheme};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::fmt;
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use toml::Spanned;
@@ -269,6 +270,18 @@ pub fn load_schemes(text_or_path: &str, layers: usize) -> Result<Schemes, Error>
     Ok(schemes.with_codebooks(books))
 }
 
+/// Files that a scheme on the command line is read from: a scheme file, and the codebooks it names. None for other texts; a file
+/// that cannot be read names nothing.
+pub fn files_of(text_or_path: &str) -> Vec<PathBuf> {
+    if !is_file(text_or_path) {
+        return Vec::new();
+    }
+    let path = Path::new(text_or_path);
+    let named = read(path).ok().and_then(|text| toml::from_str::<File>(&text).ok()).and_then(|file| file.codebooks);
+    let folder = path.parent().unwrap_or(Path::new(""));
+    std::iter::once(path.into()).chain(named.map(|books| folder.join(books.into_inner()))).collect()
+}
+
 /// Whether what was given names a scheme file.
 pub fn is_file(text_or_path: &str) -> bool {
     Path::new(text_or_path).extension().is_some_and(|e| e == "toml")
@@ -297,8 +310,22 @@ pub fn layers_named(path: &Path) -> Result<usize, Error> {
 /// More layers than any model has: a number beyond is a typing error, and would be memory.
 const MOST_LAYERS: usize = 1024;
 
+/// Bytes of a scheme file, at most: a line for each of 1,024 layers and lists of loud channels take far less.
+const MOST_BYTES: u64 = 16 << 20;
+
 fn read(path: &Path) -> Result<String, Error> {
-    let text = std::fs::read_to_string(path).map_err(|e| Error::Read { path: path.into(), why: e.to_string() })?;
+    let no = |why: String| Error::Read { path: path.into(), why };
+    // Opening a pipe would wait for whoever writes it.
+    let kind = std::fs::metadata(path).map_err(|e| no(e.to_string()))?;
+    if !kind.is_file() {
+        return Err(no("it is not a regular file".into()));
+    }
+    let mut text = String::new();
+    let file = std::fs::File::open(path).map_err(|e| no(e.to_string()))?;
+    file.take(MOST_BYTES + 1).read_to_string(&mut text).map_err(|e| no(e.to_string()))?;
+    if text.len() as u64 > MOST_BYTES {
+        return Err(no(format!("it is larger than {} MiB, and no scheme file is", MOST_BYTES >> 20)));
+    }
     Ok(text.strip_prefix('\u{feff}').unwrap_or(&text).to_owned())
 }
 

@@ -63,8 +63,10 @@ impl Codec {
     /// # Errors
     /// What is wrong with it.
     pub(crate) fn read(text: &str) -> Result<(Self, &str), String> {
+        let name = ["tq", "sb", "rvq", "vq"].into_iter().find(|name| text.starts_with(name));
         let letters = text.len() - text.trim_start_matches(|c: char| c.is_ascii_lowercase()).len();
-        let (name, mut rest) = text.split_at(letters);
+        let name = name.unwrap_or(&text[..letters]);
+        let mut rest = &text[name.len()..];
         let mut number = || -> Result<usize, String> {
             let digits = rest.len() - rest.trim_start_matches(|c: char| c.is_ascii_digit()).len();
             let n = rest[..digits].parse().map_err(|_| String::new())?;

@@ -1,6 +1,6 @@
 //! kvant-kv: a low-bit KV cache and the attention that reads it packed.
 //!
-//! In: f32 K/V/Q rows of a model's layers; out: attention outputs, from a cache that stays packed at 2 to 8 bits.
+//! In: f32 K/V/Q rows of a model's layers; out: attention outputs, from a cache that stays packed at 1 to 8 bits.
 //! NOT here: models, tokenizers, files, network, printing.
 
 pub mod append;

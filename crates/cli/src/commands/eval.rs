@@ -17,7 +17,7 @@ use anyhow::Result;
 use indicatif::ProgressBar;
 use kvant_engine::eval::{self, Contestant, Gate, Imitation, RIVALS, Settings};
 use kvant_engine::model::Config;
-use kvant_engine::schemes::{is_file, load_schemes};
+use kvant_engine::schemes::{files_of, is_file, load_schemes};
 use kvant_kv::Scheme;
 use report::Report;
 use std::path::{Path, PathBuf};
@@ -37,10 +37,12 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     // A page that cannot be written should not cost a run first.
     [&args.html, &args.csv].into_iter().flatten().try_for_each(|path| output::check_page(path))?;
     let outputs: Vec<&Path> = [&args.html, &args.csv].into_iter().flatten().map(PathBuf::as_path).collect();
-    let files = args.kv.split(',').map(str::trim).filter(|part| is_file(part)).map(Path::new);
-    output::check_apart(&outputs, &files.chain([args.text.as_path()]).collect::<Vec<_>>())?;
+    let files: Vec<PathBuf> = args.kv.split(',').map(str::trim).flat_map(files_of).collect();
+    let files = || files.iter().map(PathBuf::as_path).chain([args.text.as_path()]);
+    output::check_apart(&outputs, &files().collect::<Vec<_>>())?;
     let bytes = read(&args.text)?;
     let located = session::locate(&args.model)?;
+    output::check_apart(&outputs, &[located.path()])?;
     let entries = entries(&args.kv, &located.config)?;
     let settings = Settings { ctx: args.ctx, scored: args.score.scored(), threads, kernel: args.kernel.clone() };
     if args.retrieval {

@@ -8,6 +8,7 @@ use crate::session::{self, Prefill};
 use crate::{output, rss, units};
 use anyhow::Result;
 use kvant_engine::model::Config;
+use kvant_engine::schemes::files_of;
 use kvant_engine::{Engine, Error, Event, Generation, Outcome, Request, Sampling};
 use kvant_kv::Scheme;
 use kvant_roofline::cost::resident_bytes;
@@ -15,7 +16,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::io::Read;
 use std::ops::ControlFlow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 #[derive(Serialize)]
 struct Report<'a> {
@@ -58,6 +59,11 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     let prompts = prompts(args)?;
     session::check_text(args.cache.kv.as_deref())?;
     let located = session::locate(&args.model)?;
+    if let Some(path) = &args.save_cache {
+        let files = args.cache.kv.as_deref().map(files_of).unwrap_or_default();
+        let read = files.iter().chain(&args.prompts).map(PathBuf::as_path).chain([located.path()]);
+        output::check_apart(&[path], &read.collect::<Vec<_>>())?;
+    }
     let (schemes, arm) = session::schemes_and_arm(args.cache.kv.as_deref(), args.cache.arm, located.config.layers)?;
     session::check_schemes(&schemes, &located.config)?;
     let model = session::load(&located, threads)?;

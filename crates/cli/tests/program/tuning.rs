@@ -133,6 +133,8 @@ fn codebooks_become_two_files_that_commands_read() {
     assert!(run.stderr.contains("tuned.safetensors"), "{run:?}");
 
     let check = |more: &[&str], error: &str| tune(folder.path(), &[&["--codebooks"], more].concat()).is_refused(error);
+    let loud = ["--kv", "k2l8vvq16x8g64"];
+    check(&loud, "has loud channels, and --codebooks does not find out");
     check(&[], "has no sub-vectors, and --codebooks learns their centroids");
     check(&["--kv", kv, "--tokens", "9000"], "and --tokens asks for 9000");
     check(&["--kv", kv, "--tokens", "20", "--ctx", "10"], "make 12 rows, and 16 centroids want as many at least");
@@ -143,6 +145,30 @@ fn codebooks_become_two_files_that_commands_read() {
 }
 
 /// A scheme whose loud channels nobody chose is no scheme to decode with, and one that warns says so.
+/// Files that are read are not written over, and neither is what nobody named.
+#[test]
+fn what_is_read_is_not_overwritten() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let (toml, books) = (at("own.toml"), at("own.safetensors"));
+    fs::write(&toml, "codebooks = \"own.safetensors\"\ndefault = \"kvq16x8v4g64\"\n").unwrap();
+    fs::write(&books, "precious").unwrap();
+    let text = at("text.txt");
+    fs::write(&text, "some words").unwrap();
+    for path in [&toml, &books] {
+        kvant(["generate", "--prompt", "a", "--kv", &toml, "--save-cache", path]).is_refused("would be overwritten");
+        kvant(["eval", "--text", &text, "--kv", &toml, "--csv", path]).is_refused("would be overwritten");
+    }
+    let words = ["tune", "--codebooks", "--text", &text, "--kv", "kvq16x8v4g64", "--out"];
+    fs::remove_file(&toml).unwrap();
+    kvant(words.into_iter().chain([&toml[..]])).is_refused("is there already");
+    assert_eq!(fs::read(&books).unwrap(), b"precious");
+    let huge = at("huge.toml");
+    fs::File::create(&huge).unwrap().set_len(1 << 30).unwrap();
+    kvant(["generate", "--prompt", "a", "--kv", &huge]).is_refused("no scheme file is");
+    kvant(["generate", "--prompt", "a", "--kv", &at("x.toml/")]).is_refused("x.toml");
+}
+
 #[test]
 fn loud_channels_need_a_file_and_the_small_preset_warns() {
     let run = kvant(["generate", "--prompt", "x", "--kv", "k2l4v2g64"]);

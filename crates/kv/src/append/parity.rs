@@ -5,8 +5,8 @@
 
 use super::cpu::{Dequantize, VARIANTS, Variant};
 use super::reference::{dequantize_plain, write_record_plain, write_rows_plain};
-use crate::cache::layout::{BLOCK_LEN, PlainLayout, RecordLayout};
-use crate::{Fit, LayerShape, RowFormat, Scheme};
+use crate::cache::layout::{BLOCK_LEN, Half, PlainLayout, RecordLayout};
+use crate::{Codebook, Codec, Fit, LayerShape, RowFormat, Scheme};
 use half::f16;
 
 /// The variants that run here.
@@ -88,11 +88,48 @@ fn number(data: Data, random: &mut Random) -> f16 {
     }
 }
 
+/// The kv head whose records are compared: not the first, whose codebook would be taken for any other's.
+const HEAD: usize = 2;
 /// Codecs that are not affine.
 pub(crate) const CODECS: [&str; 15] = [
     "tq1", "tq2", "tq3", "tq4", "rvq11", "rvq21", "rvq22", "sb1", "sb2", "sb3", "sb4", "vq16x4", "vq16x8", "vq256x4",
     "vq256x8",
 ];
+
+/// Codebooks of numbers at random, a different one for each head; none where the codec has none.
+pub(crate) fn books(codec: Codec, head_dim: usize, heads: usize, seed: u64) -> Vec<Codebook> {
+    let Codec::Vector { centroids, sub_len } = codec else { return Vec::new() };
+    let mut random = Random(0x1234_5678_9ABC_DEF1 ^ seed.wrapping_mul(0x9E37_79B9_7F4A_7C15));
+    let mut book = |_| {
+        let levels = (0..head_dim * centroids).map(|_| (random.bits() >> 33) as u8).collect();
+        let mut channels =
+            |from: f32, to: f32| (0..head_dim).map(|_| from + (to - from) * random.uniform().abs()).collect();
+        let (base, step) = (channels(-2.5, -1.5), channels(0.01, 0.02));
+        Codebook::from_parts(centroids, sub_len, base, step, levels).unwrap()
+    };
+    (0..heads).map(&mut book).collect()
+}
+
+/// Nearest centroids in vectors are those found one after another, at every number of rows around a vector's.
+#[test]
+fn nearest_centroids_of_rows() {
+    let mut random = Random(3);
+    for (centroids, sub_len) in [(16, 4), (16, 8), (256, 4), (256, 8)] {
+        let book = &books(Codec::Vector { centroids, sub_len }, 64, 1, 5)[0];
+        let (values, half_squares) = book.values_of(3);
+        for n in [1, 2, 15, 16, 17, 31, 32, 33, 200] {
+            let mut rows: Vec<f32> = (0..n * sub_len).map(|_| number(Data::Plain, &mut random).to_f32()).collect();
+            // A row that is as far from every centroid: all scores are equal but for the centroids' own part.
+            rows[..sub_len].fill(0.0);
+            let want: Vec<u8> = rows.chunks_exact(sub_len).map(|row| book.nearest(3, row)).collect();
+            for v in variants() {
+                let mut got = vec![0xAA; n];
+                (v.assign)(&rows, sub_len, values, half_squares, &mut got);
+                assert_eq!(got, want, "{}: {centroids} x {sub_len}, {n} rows", v.name);
+            }
+        }
+    }
+}
 
 /// Every codec of keys and of values: the bytes of the formula, and its numbers back.
 #[test]
@@ -105,9 +142,17 @@ fn coded_records() {
                 // Over all shapes many pairs come up; the halves know nothing of each other.
                 let v = CODECS[(at * 7 + head_dim / 16 + group_len / 32) % CODECS.len()];
                 let scheme: Scheme = format!("k{k}v{v}g{group_len}").parse().unwrap();
-                let layout = RecordLayout::new(head_dim, scheme.packed().unwrap());
-                for data in [DATA[at % DATA.len()], Data::Plain] {
-                    records_of(&layout, data, [0, 1, 5, 16][at % 4], &variants, &scheme);
+                let packed = scheme.packed().unwrap();
+                let mut layout = RecordLayout::new(head_dim, packed);
+                for (half, codec, seed) in [(&mut layout.k, packed.k(), 3), (&mut layout.v, packed.v(), 4)] {
+                    let books = books(codec, head_dim, HEAD + 1, seed);
+                    if !books.is_empty() {
+                        *half = Half::Vectors(books.into());
+                    }
+                }
+                let turn = at + head_dim / 16 + group_len / 32;
+                for data in [DATA[turn % DATA.len()], Data::Plain] {
+                    records_of(&layout, data, [0, 1, 5, 16][turn / 3 % 4], &variants, &scheme);
                     count += 1;
                 }
             }
@@ -124,18 +169,18 @@ fn records_of(layout: &RecordLayout, data: Data, sinks: usize, variants: &[&'sta
     let blocks: Vec<_> = (0..layout.group_len / BLOCK_LEN).map(|_| (tensor(), tensor())).collect();
     let blocks: Vec<_> = blocks.iter().map(|(k, v)| (&k[..], &v[..])).collect();
     let mut want = vec![0; layout.record_bytes];
-    write_record_plain(layout, 0, &blocks, sinks, &mut want);
+    write_record_plain(layout, HEAD, &blocks, sinks, &mut want);
     let rows_of = |dequantize: Dequantize| {
         let mut rows = vec![(vec![f16::NAN; n], vec![f16::NAN; n]); blocks.len()];
         let mut parts: Vec<_> = rows.iter_mut().map(|(k, v)| (&mut k[..], &mut v[..])).collect();
-        dequantize(layout, 0, &want, &mut parts);
+        dequantize(layout, HEAD, &want, &mut parts);
         rows
     };
     let want_rows = rows_of(dequantize_plain);
     for v in variants {
         // What was there before must not matter.
         let mut got = vec![0xAA; layout.record_bytes];
-        (v.write_record)(layout, 0, &blocks, sinks, &mut got);
+        (v.write_record)(layout, HEAD, &blocks, sinks, &mut got);
         let case = format!("{scheme} {sinks} sinks d{} {data:?}", layout.head_dim);
         let first = got.iter().zip(&want).position(|(a, b)| a != b);
         assert_eq!(first, None, "{}, {case}: first wrong byte", v.name);

@@ -204,6 +204,11 @@ fn check(cases: impl IntoIterator<Item = Case>) {
         let shape = LayerShape::new(case.q_heads, case.kv_heads, case.head_dim).unwrap();
         let scheme = case.scheme.parse().unwrap();
         let mut cache = Cache::new(&[LayerConfig { shape, scheme, visible: case.visible }], case.arm).unwrap();
+        if let Some(p) = scheme.packed().filter(|_| !matches!(case.arm, Arm::F16 | Arm::Bf16)) {
+            // Every head and sub-vector its own.
+            let books = |codec, seed| crate::append::parity::books(codec, case.head_dim, case.kv_heads, seed);
+            cache.set_codebooks(0, books(p.k(), 1), books(p.v(), 2)).unwrap();
+        }
         let seq = cache.add_sequence();
         let x = numbers(&case);
         let past = case.past * shape.row_len();

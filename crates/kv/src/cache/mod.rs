@@ -160,23 +160,23 @@ impl Cache {
     ///
     /// # Errors
     /// [`Error::NoSuchLayer`]; [`Error::Codebook`] when the layer's scheme has no such sub-vectors, their number or size is another,
-    /// or the cache holds sequences, whose records are of the old ones.
+    /// or the cache holds sequences or pages, whose records are of the old ones. Nothing has changed then.
     pub fn set_codebooks(&mut self, layer: usize, keys: Vec<Codebook>, values: Vec<Codebook>) -> Result<(), Error> {
         self.layer(layer)?;
         let no = |why: String| Err(Error::Codebook { layer, why });
-        if !self.sequences.is_empty() {
-            return no("the cache already holds sequences".into());
+        if !self.sequences.is_empty() || !self.pages.is_empty() {
+            return no("the cache already holds sequences or pages".into());
         }
         let spec = &mut self.layers[layer];
         let shape = spec.shape;
         let Some(record) = &mut spec.record else {
             return no(format!("the scheme {} has no sub-vectors", spec.scheme));
         };
-        for (name, books, half) in [("keys", keys, &mut record.k), ("values", values, &mut record.v)] {
+        for (name, books, half) in [("keys", &keys, &record.k), ("values", &values, &record.v)] {
             if books.is_empty() {
                 continue;
             }
-            let Half::Vectors(old) = &*half else {
+            let Half::Vectors(old) = half else {
                 return no(format!("the scheme {} has no sub-vectors of {name}", spec.scheme));
             };
             if books.len() != 1 && books.len() != shape.kv_heads {
@@ -188,7 +188,11 @@ impl Cache {
                 let (got, want) = (what(size(bad)), what(size(&old[0])));
                 return no(format!("a codebook of {name} is {got}, the scheme {} has {want}", spec.scheme));
             }
-            *half = Half::Vectors(books.into());
+        }
+        for (books, half) in [(keys, &mut record.k), (values, &mut record.v)] {
+            if !books.is_empty() {
+                *half = Half::Vectors(books.into());
+            }
         }
         Ok(())
     }

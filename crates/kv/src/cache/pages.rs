@@ -25,6 +25,12 @@ pub(super) struct Pages {
     next: usize,
 }
 
+impl Pages {
+    pub(super) fn is_empty(&self) -> bool {
+        self.pages.is_empty()
+    }
+}
+
 struct Page {
     /// Its place: it holds the tokens from `number * share_len` on.
     number: usize,

@@ -133,7 +133,7 @@ mod tests {
     proptest! {
         #[test]
         fn pack_round_trips(
-            seed in any::<u64>(), bits in prop::sample::select(vec![2u32, 3, 4, 8]),
+            seed in any::<u64>(), bits in prop::sample::select(vec![1u32, 2, 3, 4, 8]),
             lanes in prop::sample::select(vec![16usize, 32]), rows in prop::sample::select(vec![32usize, 64, 80, 96, 128, 256])
         ) {
             // A panel of 16 lanes has rows in multiples of 32: only value panels have it, and their rows are tokens.

@@ -221,20 +221,34 @@ fn rows_older_than_what_commit_left_are_refused() {
 fn codebooks_of_other_layers_are_refused() {
     let shape = LayerShape::new(4, 2, 64).unwrap();
     let layer = |scheme: &str| LayerConfig { shape, scheme: scheme.parse().unwrap(), visible: None };
-    let mut cache = Cache::new(&[layer("kvq16x4v4g32"), layer("f16"), layer("k4vvq256x8g64")], Arm::Fused).unwrap();
+    let mut cache = Cache::new(
+        &[layer("kvq16x4v4g32"), layer("f16"), layer("k4vvq256x8g64"), layer("f16"), layer("kvq16x4vvq256x8g64")],
+        Arm::Fused,
+    )
+    .unwrap();
     let book = |centroids, sub_len| {
         Codebook::from_parts(centroids, sub_len, vec![0.5; 64], vec![0.01; 64], vec![3; 64 * centroids]).unwrap()
     };
-    let mut refused = |layer, k: Vec<Codebook>, v: Vec<Codebook>, why: &str| {
+    let refused = |cache: &mut Cache, layer, k: Vec<Codebook>, v: Vec<Codebook>, why: &str| {
         let e = cache.set_codebooks(layer, k, v).unwrap_err().to_string();
         assert!(e.contains(why), "{e}");
     };
-    refused(3, vec![], vec![], "layer 3 does not exist");
-    refused(1, vec![book(16, 4)], vec![], "has no sub-vectors");
-    refused(0, vec![], vec![book(16, 4)], "no sub-vectors of values");
-    refused(0, vec![book(16, 8)], vec![], "16x8 for 64 channels");
-    refused(0, vec![book(16, 4); 3], vec![], "3 codebooks of keys for 2 kv heads");
-    refused(2, vec![], vec![book(256, 4)], "256x4");
+    refused(&mut cache, 5, vec![], vec![], "layer 5 does not exist");
+    refused(&mut cache, 1, vec![book(16, 4)], vec![], "has no sub-vectors");
+    refused(&mut cache, 0, vec![], vec![book(16, 4)], "no sub-vectors of values");
+    refused(&mut cache, 0, vec![book(16, 8)], vec![], "16x8 for 64 channels");
+    refused(&mut cache, 0, vec![book(16, 4); 3], vec![], "3 codebooks of keys for 2 kv heads");
+    refused(&mut cache, 2, vec![], vec![book(256, 4)], "256x4");
+    // Good keys beside bad values change nothing: what the cache writes says so below.
+    refused(&mut cache, 4, vec![book(16, 4)], vec![book(256, 4)], "256x4");
+    let mut saved = Vec::new();
+    let seq = cache.add_sequence();
+    cache.save_sequence(seq, &mut saved).unwrap();
+    cache.remove_sequence(seq).unwrap();
+    let fresh =
+        [layer("kvq16x4v4g32"), layer("f16"), layer("k4vvq256x8g64"), layer("f16"), layer("kvq16x4vvq256x8g64")];
+    let mut fresh = Cache::new(&fresh, Arm::Fused).unwrap();
+    fresh.restore_sequence(&mut &saved[..], &[]).unwrap();
     cache.set_codebooks(0, vec![book(16, 4); 2], vec![]).unwrap();
     cache.set_codebooks(2, vec![], vec![book(256, 8)]).unwrap();
     cache.set_codebooks(2, vec![], vec![]).unwrap();

@@ -8,7 +8,7 @@ use crate::{output, progress, session, text};
 use anyhow::Result;
 use kvant_engine::schemes::{is_file, parse_layer};
 use kvant_engine::tune::centroids::{self, Progress};
-use kvant_engine::{Products, codebooks};
+use kvant_engine::{Products, Schemes, codebooks};
 use kvant_kv::Codec;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -38,12 +38,18 @@ struct Report {
 /// Runs the command.
 pub fn run(args: &TuneArgs) -> Result<()> {
     let threads = args.machine.threads()?;
-    let (scheme, _) = parse_layer(&args.kv).map_err(Failure::from)?;
+    let (scheme, basis) = parse_layer(&args.kv).map_err(Failure::from)?;
+    // With the rotation of a tensor that has no sub-vectors, if it is asked for.
+    let scheme_text = Schemes::of_parts(vec![(scheme, basis)]).text(0);
     let packed = scheme.packed().copied().filter(|p| [p.k(), p.v()].iter().any(Codec::wants_codebooks));
     let Some(packed) = packed else {
         let what = format!("--kv {} has no sub-vectors, and --codebooks learns their centroids", args.kv);
         return Err(Failure::input(what, "give --kv such as kvq256x4vvq256x4g64w128s4p512").into());
     };
+    if packed.loud() > 0 {
+        let what = format!("--kv {} has loud channels, and --codebooks does not find out which these are", args.kv);
+        return Err(Failure::input(what, "leave l2, l4 or l8 out").into());
+    }
     if !is_file(&args.out.to_string_lossy()) {
         let what =
             format!("--out {} would be no scheme file for --kv: its name does not end in .toml", args.out.display());
@@ -53,11 +59,17 @@ pub fn run(args: &TuneArgs) -> Result<()> {
     let written = [args.out.as_path(), &books_path];
     written.iter().try_for_each(|path| output::check_page(path))?;
     output::check_apart(&written, &[&args.text])?;
+    if books_path.exists() && !args.out.exists() {
+        // What lies there is not this command's: it writes the scheme file, too.
+        let what = format!("{} is there already, and {} is not", books_path.display(), args.out.display());
+        return Err(Failure::input(what, "give --out another name: the codebooks lie beside it").into());
+    }
     let name = books_path.file_name().and_then(|name| name.to_str()).ok_or_else(|| {
         Failure::input(format!("--out {} is no UTF-8, and a scheme file is", args.out.display()), "name it otherwise")
     })?;
     let text = text::read(&args.text)?;
     let located = session::locate(&args.model)?;
+    output::check_apart(&written, &[located.path()])?;
     let config = located.config.clone();
     let (layers, shape) = (config.layers, config.shape);
     let ctx = args.ctx.unwrap_or(CTX.min(config.context));
@@ -95,7 +107,7 @@ pub fn run(args: &TuneArgs) -> Result<()> {
         path: args.out.clone(),
         codebooks: books_path.clone(),
         codebook_bytes: bytes.len(),
-        scheme: scheme.to_string(),
+        scheme: scheme_text,
         bits: scheme.bits_per_element(shape.head_dim),
         tokens: tokens.len(),
         ctx,

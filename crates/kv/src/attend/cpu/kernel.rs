@@ -87,6 +87,8 @@ impl<'a> Panels<'a> {
         // What exact sums of integers allow: only 2-bit keys have loud rows.
         let most = if self.bits == 2 { MAX_FOLD } else { MAX_ROWS };
         assert!(self.lanes.is_multiple_of(SLOT_LANES) && (1..=most).contains(&self.rows));
+        // Codes of one bit become bytes first.
+        assert!(self.bits > 1);
         assert!(self.codes.len() == panel_bytes(self.bits, self.lanes, self.rows));
     }
 
