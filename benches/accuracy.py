@@ -142,10 +142,10 @@ def preset_table():
     return source(*found["presets"], README) + "\n\n" + table(COLUMNS, rows)
 
 
-def with_table(page, text):
+def with_table(page, text, marks=MARKS):
     old = page.read_text()
-    begin, end = (old.index(mark) for mark in MARKS)
-    return old[: begin + len(MARKS[0])] + "\n" + text + "\n" + old[end:]
+    begin, end = (old.index(mark) for mark in marks)
+    return old[: begin + len(marks[0])] + "\n" + text + "\n" + old[end:]
 
 
 def pages():

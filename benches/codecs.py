@@ -23,9 +23,9 @@ import tempfile
 
 sys.dont_write_bytecode = True
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+from accuracy import PAGE, with_table  # noqa: E402
 from record import README, RECORDS, ROOT, commit, facts, info, table  # noqa: E402
 
-PAGE = ROOT / "docs" / "accuracy.md"
 MARKS = ("<!-- codecs: begin -->", "<!-- codecs: end -->")
 REST = "g64w128s4p512"
 SHAPE = "b=1,q=32,kv=8,d=128,s=16384"
@@ -157,9 +157,7 @@ def pages():
     for page in (PAGE, README):
         made = text()
         body = made if isinstance(made, str) else made[0] % os.path.relpath(made[1], page.parent) + "\n\n" + made[2]
-        old = page.read_text()
-        begin, end = (old.index(mark) for mark in MARKS)
-        shown[page] = old[: begin + len(MARKS[0])] + "\n" + body + "\n" + old[end:]
+        shown[page] = with_table(page, body, MARKS)
     return shown
 
 

@@ -58,51 +58,43 @@ impl Codec {
         Codec::Affine { bits, loud: 0 }
     }
 
-    /// Reads a codec from the start of a text; the rest of it.
+    /// Reads the codec of the tensor `letter` from the start of a text; the rest of it.
     ///
     /// # Errors
     /// What is wrong with it.
-    pub(crate) fn read(text: &str) -> Result<(Self, &str), String> {
+    pub(crate) fn read(letter: char, text: &str) -> Result<(Self, &str), String> {
         let name = ["tq", "sb", "rvq", "vq"].into_iter().find(|name| text.starts_with(name));
         let letters = text.len() - text.trim_start_matches(|c: char| c.is_ascii_lowercase()).len();
         let name = name.unwrap_or(&text[..letters]);
         let mut rest = &text[name.len()..];
-        let mut number = || -> Result<usize, String> {
-            let digits = rest.len() - rest.trim_start_matches(|c: char| c.is_ascii_digit()).len();
-            let n = rest[..digits].parse().map_err(|_| String::new())?;
-            rest = &rest[digits..];
-            Ok(n)
-        };
-        let one_of = |n: usize, of: &[u32]| u32::try_from(n).ok().filter(|n| of.contains(n));
+        let no_number = |letter: char| format!("expected a number after `{letter}`");
         let codec = match name {
             "" => {
-                let bits = u32::try_from(number()?).unwrap_or(u32::MAX);
+                let bits = number(&mut rest).ok_or_else(|| no_number(letter))?;
+                let bits = u32::try_from(bits).unwrap_or(u32::MAX);
                 let mut loud = 0;
                 if let Some(tail) = rest.strip_prefix('l') {
                     rest = tail;
-                    let digits = rest.len() - rest.trim_start_matches(|c: char| c.is_ascii_digit()).len();
-                    loud = rest[..digits].parse().map_err(|_| "expected a number after `l`".to_string())?;
-                    rest = &rest[digits..];
+                    loud = number(&mut rest).ok_or_else(|| no_number('l'))?;
                 }
                 Codec::Affine { bits, loud }
             }
             "tq" | "sb" => {
-                let bits = number().ok().and_then(|n| one_of(n, &GRID_BITS));
+                let bits = number(&mut rest).and_then(|n| GRID_BITS.into_iter().find(|&bits| bits as usize == n));
                 let bits = bits.ok_or_else(|| format!("`{name}` has 1, 2, 3 or 4 bits"))?;
                 if name == "tq" { Codec::Turbo { bits } } else { Codec::Sign { bits } }
             }
             "rvq" => {
-                let stages = number().ok().and_then(|n| STAGES.into_iter().find(|&(a, b)| n == (10 * a + b) as usize));
+                let n = number(&mut rest);
+                let stages = STAGES.into_iter().find(|&(a, b)| n == Some((10 * a + b) as usize));
                 let (first, second) = stages.ok_or("`rvq` has stages of 1+1, 2+1 or 2+2 bits: rvq11, rvq21, rvq22")?;
                 Codec::Residual { first, second }
             }
             "vq" => {
                 let what = "`vq` has 16 or 256 centroids and sub-vectors of 4 or 8 channels: vq256x4";
-                let centroids = number().ok().filter(|n| CENTROIDS.contains(n)).ok_or(what)?;
+                let centroids = number(&mut rest).filter(|n| CENTROIDS.contains(n)).ok_or(what)?;
                 rest = rest.strip_prefix('x').ok_or(what)?;
-                let digits = rest.len() - rest.trim_start_matches(|c: char| c.is_ascii_digit()).len();
-                let sub_len = rest[..digits].parse().ok().filter(|n| SUB_LENS.contains(n)).ok_or(what)?;
-                rest = &rest[digits..];
+                let sub_len = number(&mut rest).filter(|n| SUB_LENS.contains(n)).ok_or(what)?;
                 Codec::Vector { centroids, sub_len }
             }
             _ => return Err(format!("`{name}` is no codec (bits alone, or tq, rvq, sb, vq)")),
@@ -193,6 +185,14 @@ impl Codec {
             }
         }
     }
+}
+
+/// Takes the digits that a text begins with off it; None when there are none, or too many.
+pub(crate) fn number(rest: &mut &str) -> Option<usize> {
+    let digits = rest.len() - rest.trim_start_matches(|c: char| c.is_ascii_digit()).len();
+    let (number, tail) = rest.split_at(digits);
+    *rest = tail;
+    number.parse().ok()
 }
 
 /// Scale and zero.

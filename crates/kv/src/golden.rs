@@ -10,7 +10,7 @@ use crate::attend::reference::relative_error;
 use crate::attend::{AttendOptions, Attention};
 use crate::cache::layout::RecordLayout;
 use crate::quant::affine::quantize;
-use crate::{Arm, Cache, LayerConfig, LayerShape, PackedScheme, Rows, Scheme};
+use crate::{Arm, Cache, LayerConfig, LayerShape, PackedScheme, Rows, Scheme, SeqId};
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use safetensors::{Dtype, SafeTensors};
@@ -258,6 +258,22 @@ fn golden_variants_of_newer_models() {
     }
 }
 
+/// Appends one token (K, V, Q of all heads), attends and commits: what the query sees.
+fn decode(
+    cache: &mut Cache,
+    attention: &mut Attention,
+    seq: SeqId,
+    head_dim: usize,
+    (k, v, q): (&[f32], &[f32], &[f32]),
+) -> Vec<f32> {
+    let one = [Rows { seq, rows: 1 }];
+    cache.append(0, &one, k, v).unwrap();
+    let mut out = vec![f32::NAN; q.len()];
+    attention.attend(cache, 0, &one, q, &mut out, &AttendOptions::new(head_dim)).unwrap();
+    cache.commit(0, &one).unwrap();
+    out
+}
+
 #[test]
 fn golden_cache_decoded_step_by_step() {
     let bytes = golden_bytes();
@@ -287,13 +303,9 @@ fn golden_cache_decoded_step_by_step() {
                 for step in 0..steps {
                     let i = prompt + step;
                     assert_eq!(scheme.edge(i), edges[step], "{name} edge({i})");
-                    let one = [Rows { seq, rows: 1 }];
                     let at = i * row..(i + 1) * row;
-                    cache.append(0, &one, &k[at.clone()], &v[at]).unwrap();
-                    let mut out = vec![f32::NAN; n];
-                    let options = AttendOptions::new(d);
-                    attention.attend(&cache, 0, &one, &q[step * n..][..n], &mut out, &options).unwrap();
-                    cache.commit(0, &one).unwrap();
+                    let q = &q[step * n..][..n];
+                    let out = decode(&mut cache, &mut attention, seq, d, (&k[at.clone()], &v[at], q));
                     // dequant arms round x_hat to f16: 2^-11 relative.
                     let tolerance = if arm == Arm::Fused { tolerance } else { 3e-3 };
                     let err = relative_error(&out, &want[step * n..][..n]);

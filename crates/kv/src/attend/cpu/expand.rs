@@ -4,6 +4,60 @@
 use super::kernel::Expand;
 use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES, sub_codes, unpack_slot};
 
+/// Gives an instruction set's file its `expand`, out of its `grid_codes`, `keys` and `values`: these are compiled for every number
+/// of bits and size of sub-vectors.
+#[cfg(target_arch = "x86_64")]
+macro_rules! expand_with {
+    ($features:literal) => {
+        /// See [`super::kernel::Vectors::expand`].
+        ///
+        /// # Safety
+        /// The processor has the features.
+        #[target_feature(enable = $features)]
+        pub(super) unsafe fn expand(from: &Expand<'_>, out: &mut [u8], prefetch: *const u8) {
+            from.check(out);
+            // SAFETY: lengths were checked.
+            unsafe {
+                match *from {
+                    Expand::Grid { grid, codes } => match grid.bits {
+                        1 => grid_codes::<1>(grid, codes, out, prefetch),
+                        2 => grid_codes::<2>(grid, codes, out, prefetch),
+                        3 => grid_codes::<3>(grid, codes, out, prefetch),
+                        _ => grid_codes::<4>(grid, codes, out, prefetch),
+                    },
+                    Expand::Keys { book, codes, group_len } => {
+                        ahead(prefetch, codes.len());
+                        match (book.centroids(), book.sub_len()) {
+                            (16, 4) => keys::<16, 1>(book, codes, group_len, out),
+                            (16, _) => keys::<16, 2>(book, codes, group_len, out),
+                            (_, 4) => keys::<256, 1>(book, codes, group_len, out),
+                            _ => keys::<256, 2>(book, codes, group_len, out),
+                        }
+                    }
+                    Expand::Values { book, codes, group_len } => {
+                        ahead(prefetch, codes.len());
+                        match (book.centroids(), book.sub_len()) {
+                            (16, 4) => values::<16, 1>(book, codes, group_len, out),
+                            (16, _) => values::<16, 2>(book, codes, group_len, out),
+                            (_, 4) => values::<256, 1>(book, codes, group_len, out),
+                            _ => values::<256, 2>(book, codes, group_len, out),
+                        }
+                    }
+                }
+            }
+        }
+
+        /// Asks for so many bytes.
+        #[inline]
+        #[target_feature(enable = $features)]
+        fn ahead(prefetch: *const u8, bytes: usize) {
+            for at in (0..bytes).step_by(LINE) {
+                _mm_prefetch::<_MM_HINT_T0>(prefetch.wrapping_add(at).cast());
+            }
+        }
+    };
+}
+
 /// See [`super::kernel::Vectors::expand`].
 #[inline(always)]
 pub(super) fn expand(from: &Expand<'_>, out: &mut [u8]) {

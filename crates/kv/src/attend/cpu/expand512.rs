@@ -16,63 +16,7 @@ use crate::quant::grid::Grid;
 use crate::quant::pack::{LINE, PANEL_LANES, QUAD, SLOT_LANES};
 use std::arch::x86_64::*;
 
-/// See [`super::kernel::Vectors::expand`].
-///
-/// # Safety
-/// The processor has the features.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub(super) unsafe fn expand(from: &Expand<'_>, out: &mut [u8], prefetch: *const u8) {
-    match *from {
-        Expand::Grid { grid, codes } => {
-            assert_eq!(codes.len() * 8, out.len() * grid.bits as usize);
-            // SAFETY: the lengths fit each other.
-            unsafe {
-                match grid.bits {
-                    1 => grid_codes::<1>(grid, codes, out, prefetch),
-                    2 => grid_codes::<2>(grid, codes, out, prefetch),
-                    3 => grid_codes::<3>(grid, codes, out, prefetch),
-                    _ => grid_codes::<4>(grid, codes, out, prefetch),
-                }
-            }
-        }
-        Expand::Keys { book, codes, group_len } => {
-            for at in (0..codes.len()).step_by(LINE) {
-                _mm_prefetch::<_MM_HINT_T0>(prefetch.wrapping_add(at).cast());
-            }
-            check(book, codes, group_len, out);
-            // SAFETY: lengths were checked.
-            unsafe {
-                match (book.centroids(), book.sub_len()) {
-                    (16, 4) => keys::<16, 1>(book, codes, group_len, out),
-                    (16, _) => keys::<16, 2>(book, codes, group_len, out),
-                    (_, 4) => keys::<256, 1>(book, codes, group_len, out),
-                    _ => keys::<256, 2>(book, codes, group_len, out),
-                }
-            }
-        }
-        Expand::Values { book, codes, group_len } => {
-            for at in (0..codes.len()).step_by(LINE) {
-                _mm_prefetch::<_MM_HINT_T0>(prefetch.wrapping_add(at).cast());
-            }
-            check(book, codes, group_len, out);
-            // SAFETY: lengths were checked.
-            unsafe {
-                match (book.centroids(), book.sub_len()) {
-                    (16, 4) => values::<16, 1>(book, codes, group_len, out),
-                    (16, _) => values::<16, 2>(book, codes, group_len, out),
-                    (_, 4) => values::<256, 1>(book, codes, group_len, out),
-                    _ => values::<256, 2>(book, codes, group_len, out),
-                }
-            }
-        }
-    }
-}
-
-/// What unchecked reads and writes rely on.
-fn check(book: &Codebook, codes: &[u8], group_len: usize, out: &[u8]) {
-    assert!(codes.len() * 8 >= book.subs() * group_len * book.centroids().ilog2() as usize);
-    assert!(out.len() == book.head_dim() * group_len && group_len.is_multiple_of(PANEL_LANES));
-}
+expand_with!("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni");
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn grid_codes<const BITS: u32>(grid: &Grid, codes: &[u8], out: &mut [u8], prefetch: *const u8) {

@@ -121,6 +121,20 @@ impl Expand<'_> {
     }
 }
 
+impl Expand<'_> {
+    /// Panics unless codes and bytes fit each other: what unchecked reads and writes rely on.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+    pub(crate) fn check(&self, out: &[u8]) {
+        match *self {
+            Expand::Grid { grid, codes } => assert_eq!(codes.len() * 8, out.len() * grid.bits as usize),
+            Expand::Keys { book, codes, group_len } | Expand::Values { book, codes, group_len } => {
+                assert!(codes.len() * 8 >= book.subs() * group_len * book.centroids().ilog2() as usize);
+                assert!(out.len() == book.head_dim() * group_len && group_len.is_multiple_of(PANEL_LANES));
+            }
+        }
+    }
+}
+
 /// Integer sums of 64 lanes, two rows per vector.
 #[repr(align(64))]
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]

@@ -29,6 +29,7 @@ mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod avxvnni;
 mod coded;
+#[macro_use]
 mod expand;
 #[cfg(target_arch = "x86_64")]
 mod expand256;
