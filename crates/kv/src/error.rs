@@ -134,6 +134,20 @@ pub enum Error {
         /// Bytes asked for.
         bytes: usize,
     },
+    /// The GPU, its driver or its libraries cannot do what was asked.
+    #[error("the GPU cannot be used: {why}")]
+    Gpu {
+        /// What is missing or failed.
+        why: String,
+    },
+    /// The GPU's memory is used up.
+    #[error("the GPU is out of memory: {bytes} bytes were asked for and {free} are free")]
+    GpuOutOfMemory {
+        /// Bytes asked for at once.
+        bytes: usize,
+        /// Bytes that were free.
+        free: usize,
+    },
     /// A thread count of zero, or a pool that could not start.
     #[error("cannot run on {threads} threads: {why}")]
     Threads {

@@ -19,6 +19,7 @@ pub mod shape;
 pub use attend::{AttendOptions, Attention};
 pub use cache::{Arm, Cache, CacheBytes, LayerConfig, PageId, RowCodec, Rows, SeqId};
 pub use codec::Codec;
+pub use device::cuda;
 pub use element::RowFormat;
 pub use error::Error;
 pub use quant::codebook::Codebook;

@@ -2,3 +2,4 @@
 //! NOT here: what the bytes mean (cache/layout.rs) or any operation on them.
 
 pub(crate) mod cpu;
+pub mod cuda;
