@@ -187,7 +187,7 @@ impl Kind {
             sinks: some(heads_bytes * sizes.sink_tiles())?,
             scratch: None,
             scratch_tiles: (0, 0),
-            plan: gpu.zeros(options.slots + 1)?,
+            plan: gpu.zeros(options.slots + 2)?,
             partials: gpu.zeros(partial_slots * partial * layers)?,
             partial_slots,
             counters: gpu.zeros(layers * options.slots * sizes.heads())?,
@@ -296,6 +296,12 @@ impl Kind {
         self.records.as_ref().map_or(Vec::new(), |r| gpu.stream().clone_dtoh(r).expect("memory of the card"))
     }
 
+    /// The kernel of a step of so many rows of requests.
+    pub(crate) fn attend_for(&self, gpu: &Gpu, batch: usize, chunk: u32) -> &Kernel {
+        let crowded = chunk > 0 || batch * self.sizes.heads() > gpu.multiprocessors();
+        &self.attend[usize::from(crowded)]
+    }
+
     /// Counts pieces of work of a step (plan.cu).
     pub(crate) fn launch_plan(
         &self,
@@ -305,6 +311,7 @@ impl Kind {
         batch: usize,
         chunk: u32,
     ) -> Result<(), Error> {
+        let blocks = self.attend_for(gpu, batch, chunk).blocks(gpu) as u32;
         let config = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (1024, 1, 1), shared_mem_bytes: 0 };
         let (plan, packed) = (address(gpu, &self.plan), u32::from(self.sizes.fused));
         let (batch, heads) = (batch as u32, self.sizes.heads() as u32);
@@ -312,7 +319,7 @@ impl Kind {
         unsafe {
             let mut launch = gpu.stream().launch_builder(&self.plan_function);
             launch.arg(&self.sizes.rule).arg(&lens).arg(&first_visible).arg(&plan);
-            launch.arg(&batch).arg(&heads).arg(&packed).arg(&chunk).launch(config)
+            launch.arg(&batch).arg(&heads).arg(&packed).arg(&chunk).arg(&blocks).launch(config)
         }?;
         Ok(())
     }

@@ -284,8 +284,7 @@ impl GpuCache {
             softcap: self.options.softcap.unwrap_or(0.0) * log2e,
             partial_stride: kind.partial_slots as u32,
         };
-        let crowded = self.options.invariant || self.bucket * sizes.heads() > gpu.multiprocessors();
-        kind.attend[usize::from(crowded)].launch(gpu, &params, layers)
+        kind.attend_for(gpu, self.bucket, self.chunk()).launch(gpu, &params, layers)
     }
 
     /// Plans anew with the first visible positions of each row (device address, u32 `[bucket]`).
