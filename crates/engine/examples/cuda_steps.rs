@@ -2,7 +2,7 @@
 //! In: `kld MODEL TEXT TOKENS`, or `time SHAPE PROMPT BATCH,BATCH,..`; out: lines of figures.
 //! NOT here: attention over packed caches: both run over the control's plain one (of the times it is named apart).
 
-use kvant_engine::cuda::{Decoder, PlainCache, Shape, Weights};
+use kvant_engine::cuda::{Decoder, DecoderOptions, PlainCache, Shape, Weights};
 use kvant_engine::{
     Arm, Basis, Distribution, Engine, EngineOptions, Feed, Forced, Limits, LoadedModel, Products, Source, load_schemes,
 };
@@ -28,7 +28,8 @@ fn main() -> Outcome<()> {
 fn decoder(weights: Weights, slots: usize, tokens: usize, gpu: &Arc<Gpu>) -> Outcome<Decoder<PlainCache>> {
     let config = weights.config().clone();
     let cache = PlainCache::new(gpu, config.layers, config.shape, (slots, tokens), 2048)?;
-    Ok(Decoder::new(weights, cache, &vec![Basis::default(); config.layers], slots)?)
+    let options = DecoderOptions { most_batch: slots, invariant: false };
+    Ok(Decoder::new(weights, cache, &vec![Basis::default(); config.layers], options)?)
 }
 
 /// Teacher-forced over a text: each position's prediction against the CPU's, both over an f16 cache.

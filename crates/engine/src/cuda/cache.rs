@@ -3,7 +3,7 @@
 
 use half::{bf16, f16};
 use kvant_kv::Error;
-use kvant_kv::cuda::cudarc::driver::CudaSlice;
+use kvant_kv::cuda::cudarc::driver::{CudaSlice, CudaView};
 
 /// A cache of all layers of a model, for sequences that are known by the slot they are in.
 ///
@@ -26,7 +26,7 @@ pub trait StepCache {
     fn begin_decode(&mut self, slots: &[usize], bucket: usize) -> Result<(), Error>;
 
     /// u32 `[bucket]`: where each row's token stands in its sequence; `u32::MAX` for padding.
-    fn positions(&self) -> &CudaSlice<u32>;
+    fn positions(&self) -> CudaView<'_, u32>;
 
     /// Packs what is due before this step.
     ///

@@ -41,6 +41,15 @@ __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a2, u32 b0, 
         : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
 }
 
+__device__ __forceinline__ float squared(float4 v, float sum) {
+    return fmaf(v.w, v.w, fmaf(v.z, v.z, fmaf(v.y, v.y, fmaf(v.x, v.x, sum))));
+}
+
+__device__ __forceinline__ uint2 normed(float4 v, float4 w, float scale) {
+    return make_uint2(pack_bf16(v.x * scale * w.x, v.y * scale * w.y), pack_bf16(v.z * scale * w.z, v.w * scale * w.w));
+}
+
+// Rows of x into shared memory, as bf16. Squares are added in one order, whether a block does a row or each warp one of its own.
 template <int INPUT>
 __device__ __forceinline__ void stage(const Few& p, char* rows, float* room) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -53,28 +62,29 @@ __device__ __forceinline__ void stage(const Few& p, char* rows, float* room) {
     } else if (p.rows == 1) {
         const float4* x = (const float4*)((const float*)p.x + (u64)p.first * p.k);
         float squares = 0.f;
-        for (u32 i = threadIdx.x; i < p.k / 4; i += THREADS) {
-            const float4 v = x[i];
-            squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-        }
+        for (u32 i = threadIdx.x; i < p.k / 4; i += THREADS) squares = squared(x[i], squares);
         const float scale = rsqrtf(block_sum(squares, room) / p.k + p.epsilon);
-        for (u32 i = threadIdx.x; i < p.k / 4; i += THREADS) {
-            const float4 v = x[i], w = ((const float4*)p.norm)[i];
-            *(uint2*)(rows + i * 8) = make_uint2(pack_bf16(v.x * scale * w.x, v.y * scale * w.y), pack_bf16(v.z * scale * w.z, v.w * scale * w.w));
-        }
+        for (u32 i = threadIdx.x; i < p.k / 4; i += THREADS)
+            *(uint2*)(rows + i * 8) = normed(x[i], ((const float4*)p.norm)[i], scale);
     } else if (warp < p.rows) {
         const float4* x = (const float4*)((const float*)p.x + (u64)(warp + p.first) * p.k);
-        float squares = 0.f;
-        for (u32 i = lane; i < p.k / 4; i += 32) {
-            const float4 v = x[i];
-            squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+        float squares[WARPS] = {};
+        for (u32 first = lane; first < p.k / 4; first += THREADS) {
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) {
+                if (first + w * 32 < p.k / 4) squares[w] = squared(x[first + w * 32], squares[w]);
+            }
         }
-        const float scale = rsqrtf(warp_sum(squares) / p.k + p.epsilon);
-        for (u32 i = lane; i < p.k / 4; i += 32) {
-            const float4 v = x[i], w = ((const float4*)p.norm)[i];
-            *(uint2*)(rows + warp * p.stride + i * 8) =
-                make_uint2(pack_bf16(v.x * scale * w.x, v.y * scale * w.y), pack_bf16(v.z * scale * w.z, v.w * scale * w.w));
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) squares[w] = warp_sum(squares[w]);
+#pragma unroll
+        for (int half = WARPS / 2; half > 0; half /= 2) {
+#pragma unroll
+            for (int w = 0; w < half; w++) squares[w] += squares[w + half];
         }
+        const float scale = rsqrtf(squares[0] / p.k + p.epsilon);
+        for (u32 i = lane; i < p.k / 4; i += 32)
+            *(uint2*)(rows + warp * p.stride + i * 8) = normed(x[i], ((const float4*)p.norm)[i], scale);
     }
     __syncthreads();
 }

@@ -132,6 +132,11 @@ pub(super) enum FewKind {
 }
 
 impl FewKind {
+    /// Bytes of one result.
+    pub fn out_bytes(self) -> usize {
+        if matches!(self, Self::NormedStore | Self::NormedGated) { 2 } else { 4 }
+    }
+
     fn matrices(self) -> usize {
         if self == Self::NormedGated { 2 } else { 1 }
     }

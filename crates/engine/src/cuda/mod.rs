@@ -24,7 +24,7 @@ pub use kernels::programs;
 pub use plain::PlainCache;
 pub use products::Choice;
 pub use shapes::{PRESETS, Shape};
-pub use step::{Decoder, RowOutcome};
+pub use step::{Decoder, DecoderOptions, RowOutcome};
 pub use weights::Weights;
 
 use crate::Error;

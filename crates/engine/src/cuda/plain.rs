@@ -5,7 +5,7 @@
 use super::cache::StepCache;
 use super::kernels::{at, plain};
 use half::{bf16, f16};
-use kvant_kv::cuda::cudarc::driver::{CudaFunction, CudaSlice};
+use kvant_kv::cuda::cudarc::driver::{CudaFunction, CudaSlice, CudaView};
 use kvant_kv::cuda::{Gpu, Launch, argument};
 use kvant_kv::{Error, LayerShape};
 use std::sync::Arc;
@@ -143,8 +143,8 @@ impl StepCache for PlainCache {
         self.begin(padded, positions, slots, 1)
     }
 
-    fn positions(&self) -> &CudaSlice<u32> {
-        &self.positions
+    fn positions(&self) -> CudaView<'_, u32> {
+        self.positions.slice(..)
     }
 
     fn pack_due(&self) -> Result<(), Error> {

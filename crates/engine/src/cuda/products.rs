@@ -50,10 +50,18 @@ pub struct Choice {
     pub gbps: f64,
 }
 
+/// What a way is chosen for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Size {
+    pub rows: usize,
+    /// Whether a row's result must not depend on how many others there are: few.cu alone promises that.
+    pub invariant: bool,
+}
+
 /// All ways chosen so far.
 pub(super) struct Products {
     library: Library,
-    routes: HashMap<(Product, usize), Route>,
+    routes: HashMap<(Product, Size), Route>,
     choices: Vec<Choice>,
 }
 
@@ -83,31 +91,31 @@ impl Products {
         &self.choices
     }
 
-    /// Chooses for all products of steps of `rows` rows and `wanted` rows of logits. What buffers hold is lost.
-    pub fn prepare(&mut self, weights: &Weights, buffers: &Buffers, rows: usize, wanted: usize) -> Result<(), Error> {
+    /// Chooses for all products of steps of this size and `wanted` rows of logits. What buffers hold is lost.
+    pub fn prepare(&mut self, weights: &Weights, buffers: &Buffers, size: Size, wanted: usize) -> Result<(), Error> {
         for product in Product::ALL {
-            let rows = if product == Product::Head { wanted } else { rows };
-            if !self.routes.contains_key(&(product, rows)) {
-                let (route, choice) = self.fastest(weights, buffers, product, rows)?;
-                self.routes.insert((product, rows), route);
+            let size = if product == Product::Head { Size { rows: wanted, ..size } } else { size };
+            if !self.routes.contains_key(&(product, size)) {
+                let (route, choice) = self.fastest(weights, buffers, product, size)?;
+                self.routes.insert((product, size), route);
                 self.choices.push(choice);
             }
         }
         Ok(())
     }
 
-    /// Puts a product of a layer on the stream. `rows` was prepared; of the head `first` is the first row.
+    /// Puts a product of a layer on the stream. `size` was prepared; of the head `first` is the first row.
     pub fn run(
         &self,
         weights: &Weights,
         buffers: &Buffers,
         product: Product,
         layer: usize,
-        (first, rows): (usize, usize),
+        (first, size): (usize, Size),
     ) -> Result<(), Error> {
-        match self.routes.get(&(product, rows)) {
-            Some(route) => self.run_route(route, weights, buffers, product, layer, (first, rows)),
-            None => Err(Error::Unsupported { what: format!("{product:?} of {rows} rows that nobody prepared") }),
+        match self.routes.get(&(product, size)) {
+            Some(route) => self.run_route(route, weights, buffers, product, layer, (first, size.rows)),
+            None => Err(Error::Unsupported { what: format!("{product:?} of {size:?} that nobody prepared") }),
         }
     }
 
@@ -142,8 +150,13 @@ impl Products {
                     Product::GateUp => (FewKind::NormedGated, n / 2, at(gpu, &buffers.gated)),
                     Product::Head => (FewKind::NormedLogits, n, out),
                 };
-                let epsilon = config.norm_epsilon;
-                kernels.few(&FewProduct { kind, x, norm, w, out, rows, n, k, epsilon, first, grid: *grid })
+                let (epsilon, width) = (config.norm_epsilon, (n * kind.out_bytes()) as u64);
+                for part in (0..rows).step_by(FEW_ROWS) {
+                    let (first, rows) = (first + part, FEW_ROWS.min(rows - part));
+                    let out = out + part as u64 * width;
+                    kernels.few(&FewProduct { kind, x, norm, w, out, rows, n, k, epsilon, first, grid: *grid })?;
+                }
+                Ok(())
             }
             Route::Library(way) => {
                 let x = if normed { at(gpu, &buffers.normed) } else { x };
@@ -165,7 +178,7 @@ impl Products {
         weights: &Weights,
         buffers: &Buffers,
         product: Product,
-        rows: usize,
+        Size { rows, invariant }: Size,
     ) -> Result<(Route, Choice), Error> {
         let Matrix { n, k, .. } = Matrix::of(weights, product, 0);
         let sums = match product {
@@ -180,11 +193,12 @@ impl Products {
             Product::GateUp => (FewKind::NormedGated, n / 2),
             Product::Head => (FewKind::NormedLogits, n),
         };
-        if rows <= FEW_ROWS && weights.kernels.few_bytes(kind, rows, outputs, k).is_some() {
+        let fits = weights.kernels.few_bytes(kind, rows.min(FEW_ROWS), outputs, k).is_some();
+        if fits && (rows <= FEW_ROWS || invariant) {
             let grids = weights.kernels.few_grids(outputs);
             contestants.extend(grids.into_iter().map(|grid| (format!("few {grid}"), Route::Few(grid))));
         }
-        let ways = self.library.ways(Form { rows, n, k, sums })?;
+        let ways = if invariant { Vec::new() } else { self.library.ways(Form { rows, n, k, sums })? };
         contestants.extend(ways.into_iter().enumerate().map(|(i, way)| (format!("library {i}"), Route::Library(way))));
         let mut best: Option<(f64, String, Route)> = None;
         let mut why = None;

@@ -9,11 +9,11 @@ use super::buckets::{CHUNK, bucket};
 use super::buffers::Buffers;
 use super::cache::StepCache;
 use super::kernels::{HeadBuffers, LOST, NAN_LOGIT, OUTCOME_WORDS, Outcome, at};
-use super::products::{Choice, Product, Products, captured};
+use super::products::{Choice, Product, Products, Size, captured};
 use super::weights::Weights;
 use crate::Error;
 use crate::model::{Basis, Config};
-use kvant_kv::cuda::cudarc::driver::{CudaGraph, DriverError};
+use kvant_kv::cuda::cudarc::driver::{CudaGraph, DevicePtr, DriverError};
 use kvant_kv::{Error as KvError, RowFormat};
 use std::collections::HashMap;
 
@@ -23,6 +23,16 @@ struct Graph(CudaGraph);
 // SAFETY: a decoder owns its graphs and launches them through `&mut self` only: one caller at a time, from any thread.
 unsafe impl Send for Graph {}
 
+/// What a [`Decoder`] is made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DecoderOptions {
+    /// Most rows of a batch.
+    pub most_batch: usize,
+    /// A row's logits do not depend on the rows beside it, if its attention does not (the cache's side of the promise): products
+    /// of batches are few.cu's alone, eight rows at a time. More rows than eight then read the weights more than once.
+    pub invariant: bool,
+}
+
 /// A model on the card together with the cache that it decodes over.
 pub struct Decoder<C> {
     weights: Weights,
@@ -30,7 +40,7 @@ pub struct Decoder<C> {
     cache: C,
     products: Products,
     buffers: Buffers,
-    most_batch: usize,
+    options: DecoderOptions,
     graphs: HashMap<usize, Graph>,
 }
 
@@ -38,14 +48,14 @@ pub struct Decoder<C> {
 pub type RowOutcome = Result<u32, Error>;
 
 impl<C: StepCache> Decoder<C> {
-    /// Joins a model and a cache whose layers have these bases; batches have up to `most_batch` rows.
+    /// Joins a model and a cache whose layers have these bases.
     ///
     /// # Errors
     /// [`Error::CpuOnly`] for bases that the card does not compute, [`Error::Limit`] for a batch larger than any, [`Error::Kv`]
     /// for a GPU that refuses or has too little memory.
-    pub fn new(weights: Weights, cache: C, bases: &[Basis], most_batch: usize) -> Result<Self, Error> {
+    pub fn new(weights: Weights, cache: C, bases: &[Basis], options: DecoderOptions) -> Result<Self, Error> {
         super::check_bases(bases)?;
-        let most = most_batch.max(1);
+        let most = options.most_batch.max(1);
         let Some(most_batch) = bucket(most) else {
             return Err(Error::Limit { option: "batch", why: format!("the GPU takes up to {CHUNK} rows, not {most}") });
         };
@@ -54,7 +64,15 @@ impl<C: StepCache> Decoder<C> {
         let buffers = Buffers::new(&gpu, &weights.config, CHUNK, most_batch)?;
         let products = Products::new(&gpu)?;
         let bases = bases.to_vec();
-        Ok(Self { weights, bases, cache, products, buffers, most_batch, graphs: HashMap::new() })
+        Ok(Self {
+            weights,
+            bases,
+            cache,
+            products,
+            buffers,
+            options: DecoderOptions { most_batch, ..options },
+            graphs: HashMap::new(),
+        })
     }
 
     /// The model's numbers.
@@ -74,7 +92,7 @@ impl<C: StepCache> Decoder<C> {
 
     /// Most rows of a batch.
     pub fn most_batch(&self) -> usize {
-        self.most_batch
+        self.options.most_batch
     }
 
     /// Which way products took so far, and their times.
@@ -87,8 +105,8 @@ impl<C: StepCache> Decoder<C> {
     /// # Errors
     /// [`Error::Kv`] for a GPU that refuses.
     pub fn prepare(&mut self, rows: usize) -> Result<(), Error> {
-        let rows = self.bucket_of(rows)?;
-        self.products.prepare(&self.weights, &self.buffers, rows, rows.min(self.most_batch))
+        let size = Size { rows: self.bucket_of(rows)?, invariant: self.options.invariant };
+        self.products.prepare(&self.weights, &self.buffers, size, size.rows.min(self.options.most_batch))
     }
 
     /// One token for each of some slots: `(slot, token)`. An outcome per row; a row whose keys or values f16 cannot hold, or
@@ -101,14 +119,15 @@ impl<C: StepCache> Decoder<C> {
         if rows.is_empty() {
             return Ok(Vec::new());
         }
-        if rows.len() > self.most_batch {
-            let why = format!("{} rows, and at most {} were asked for", rows.len(), self.most_batch);
+        if rows.len() > self.options.most_batch {
+            let why = format!("{} rows, and at most {} were asked for", rows.len(), self.options.most_batch);
             return Err(Error::Limit { option: "batch", why });
         }
         let size = self.bucket_of(rows.len())?;
         let tokens: Vec<u32> = rows.iter().map(|&(_, token)| token).collect();
         self.check_tokens(&tokens)?;
-        self.products.prepare(&self.weights, &self.buffers, size, size)?;
+        let invariant = self.options.invariant;
+        self.products.prepare(&self.weights, &self.buffers, Size { rows: size, invariant }, size)?;
         let slots: Vec<usize> = rows.iter().map(|&(slot, _)| slot).collect();
         self.cache.begin_decode(&slots, size)?;
         self.upload_tokens(&tokens, size)?;
@@ -191,7 +210,7 @@ impl<C: StepCache> Decoder<C> {
     }
 
     /// What a layer does in front of the cache: queries, keys and values of `rows` rows (products of `size`).
-    fn heads(&self, layer: usize, positions: u64, rows: usize, size: usize) -> Result<(), Error> {
+    fn heads(&self, layer: usize, positions: u64, rows: usize, size: Size) -> Result<(), Error> {
         let (w, b) = (&self.weights, &self.buffers);
         self.products.run(w, b, Product::Qkv, layer, (0, size))?;
         let [q, k, v] = [&b.q, &b.k, &b.v].map(|buffer| at(&w.gpu, buffer));
@@ -211,7 +230,7 @@ impl<C: StepCache> Decoder<C> {
     }
 
     /// What a layer does behind the cache.
-    fn feed_forward(&self, layer: usize, size: usize) -> Result<(), Error> {
+    fn feed_forward(&self, layer: usize, size: Size) -> Result<(), Error> {
         for product in [Product::Output, Product::GateUp, Product::Down] {
             self.products.run(&self.weights, &self.buffers, product, layer, (0, size))?;
         }
@@ -219,20 +238,21 @@ impl<C: StepCache> Decoder<C> {
     }
 
     /// Logits of rows `first..` into rows `0..` of the logits, and their likeliest tokens.
-    fn choose(&self, first: usize, rows: usize) -> Result<(), Error> {
-        let (w, b) = (&self.weights, &self.buffers);
-        self.products.run(w, b, Product::Head, 0, (first, rows))?;
+    fn choose(&self, first: usize, size: Size) -> Result<(), Error> {
+        let (w, b, rows) = (&self.weights, &self.buffers, size.rows);
+        self.products.run(w, b, Product::Head, 0, (first, size))?;
         let parts = [at(&w.gpu, &b.part_logits), at(&w.gpu, &b.part_tokens)];
         let outcomes = at(&w.gpu, &b.outcomes);
         w.kernels.likeliest(at(&w.gpu, &b.logits), parts, outcomes, (first, rows), w.config.vocabulary)
     }
 
-    fn decode_layers(&mut self, size: usize) -> Result<(), Error> {
-        self.embed(size)?;
+    fn decode_layers(&mut self, rows: usize) -> Result<(), Error> {
+        let size = Size { rows, invariant: self.options.invariant };
+        self.embed(rows)?;
         self.cache.pack_due()?;
         for layer in 0..self.weights.layers.len() {
-            let positions = at(&self.weights.gpu, self.cache.positions());
-            self.heads(layer, positions, size, size)?;
+            let positions = self.cache.positions().device_ptr(self.weights.gpu.stream()).0;
+            self.heads(layer, positions, rows, size)?;
             let (b, scale) = (&mut self.buffers, self.weights.config.score_scale);
             self.cache.append_decode(layer, &b.k, &b.v)?;
             self.cache.attend_decode(layer, &b.q, &mut b.attended, scale)?;
@@ -244,13 +264,14 @@ impl<C: StepCache> Decoder<C> {
     fn prefill_chunk(&mut self, slot: usize, tokens: &[u32]) -> Result<u32, Error> {
         let rows = tokens.len();
         let size = self.bucket_of(rows)?;
-        self.products.prepare(&self.weights, &self.buffers, size, 1)?;
+        self.products.prepare(&self.weights, &self.buffers, Size { rows: size, invariant: false }, 1)?;
         let first = self.cache.len(slot);
         self.cache.begin_prefill(slot, rows)?;
         self.upload_tokens(tokens, size)?;
         let positions: Vec<u32> = (first..first + rows).map(|p| p as u32).collect();
         self.weights.gpu.stream().memcpy_htod(&positions, &mut self.buffers.positions).map_err(driver)?;
         self.embed(size)?;
+        let size = Size { rows: size, invariant: false };
         for layer in 0..self.weights.layers.len() {
             let positions = at(&self.weights.gpu, &self.buffers.positions);
             self.heads(layer, positions, rows, size)?;
@@ -259,7 +280,7 @@ impl<C: StepCache> Decoder<C> {
             self.cache.attend_prefill(layer, &b.q, &mut b.attended, scale)?;
             self.feed_forward(layer, size)?;
         }
-        self.choose(rows - 1, 1)?;
+        self.choose(rows - 1, Size { rows: 1, ..size })?;
         let outcomes = self.outcomes(rows)?;
         self.cache.end_prefill()?;
         let mut last = 0;
