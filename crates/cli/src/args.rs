@@ -67,7 +67,7 @@ pub enum Command {
 /// Where to run.
 #[derive(Debug, Clone, Args)]
 pub struct Machine {
-    /// Device to run on: cpu
+    /// Device to run on: cpu or cuda
     #[arg(long, value_name = "DEVICE", default_value = "cpu", help_heading = "Machine")]
     pub device: String,
     /// Threads [default: every core this process may use]
@@ -355,7 +355,13 @@ pub struct AttendArgs {
     /// One copy, so that data may stay in the processor's caches
     #[arg(long)]
     pub hot: bool,
-    /// Rounds to time [default: about two seconds per scheme]
+    /// GPU: lengths spread evenly over 0.5 to 1.5 of s
+    #[arg(long)]
+    pub ragged: bool,
+    /// GPU: the mode in which a request's result does not depend on the batch
+    #[arg(long)]
+    pub invariant: bool,
+    /// Rounds to time [default: about two seconds per scheme, on a GPU 20]
     #[arg(long, allow_negative_numbers = true, value_name = "N", value_parser = parse_rounds)]
     pub rounds: Option<usize>,
     /// Where to run.

@@ -7,6 +7,7 @@
 
 pub mod ceilings;
 pub mod cost;
+pub mod cuda;
 pub mod machine;
 pub mod memory;
 pub mod peaks;

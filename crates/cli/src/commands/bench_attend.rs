@@ -2,6 +2,8 @@
 //! schemes; out: one row per scheme. Correctness comes first: every row carries its error against the f64 reference, and a
 //! kernel beyond its stated tolerance is not timed. NOT here: the clock (kvant-roofline), the kernels (kvant-kv).
 
+mod cuda;
+
 use super::check_kernel;
 use crate::args::AttendArgs;
 use crate::failure::{Failure, SCHEME_HINT};
@@ -57,7 +59,7 @@ struct Row {
 
 /// Runs the command.
 pub fn run(args: &AttendArgs) -> Result<()> {
-    let report = measure(args)?;
+    let report = if args.machine.on_gpu()? { cuda::measure(args)? } else { measure(args)? };
     if args.json { output::json(&report) } else { output::text("the table", &render(&report)) }
 }
 
@@ -101,6 +103,10 @@ fn named(text: &str) -> Result<Vec<Named>, Failure> {
 /// [`Failure`] for bad input, for data beyond the memory there is, and for a kernel that is wrong.
 pub fn measure(args: &AttendArgs) -> Result<Report> {
     let threads = args.machine.threads()?;
+    if args.ragged || args.invariant {
+        let what = if args.ragged { "--ragged" } else { "--invariant" };
+        return Err(Failure::input(format!("{what} is of the GPU's kernels"), "add --device cuda").into());
+    }
     check_kernel(args.kernel.as_deref())?;
     let [batch, q, kv, d, kv_len] =
         shape_text::parts(&args.shape, ["b", "q", "kv", "d", "s"], "b=1,q=32,kv=8,d=128,s=16384")?;

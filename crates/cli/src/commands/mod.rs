@@ -19,17 +19,33 @@ use clap::ValueEnum;
 use kvant_kv::Arm;
 
 impl Machine {
-    /// Threads to use, once the device is one that this build has.
+    /// Whether the GPU is asked for.
     ///
     /// # Errors
-    /// [`Failure`] for any device but the CPU.
-    pub fn threads(&self) -> Result<usize, Failure> {
+    /// [`Failure`] for a device that there is none of.
+    pub fn on_gpu(&self) -> Result<bool, Failure> {
         match self.device.as_str() {
-            "cpu" => {}
-            "cuda" => return Err(Failure::not_built("--device cuda")),
-            other => return Err(Failure::input(format!("unknown device `{other}`"), "--device takes cpu")),
+            "cpu" => Ok(false),
+            "cuda" => Ok(true),
+            other => Err(Failure::input(format!("unknown device `{other}`"), "--device takes cpu or cuda")),
         }
-        Ok(self.threads.unwrap_or_else(cores))
+    }
+
+    /// Threads of a command that runs on the CPU only.
+    ///
+    /// # Errors
+    /// [`Failure`] for any other device.
+    pub fn threads(&self) -> Result<usize, Failure> {
+        if self.on_gpu()? {
+            let what = "this command runs on the CPU only";
+            return Err(Failure::input(what, "leave --device cuda out"));
+        }
+        Ok(self.host_threads())
+    }
+
+    /// Threads of the host, whichever device does the work.
+    pub fn host_threads(&self) -> usize {
+        self.threads.unwrap_or_else(cores)
     }
 }
 

@@ -12,6 +12,7 @@ mod kernels;
 mod library;
 #[cfg(test)]
 mod on_card;
+mod packed;
 mod plain;
 mod products;
 mod shapes;

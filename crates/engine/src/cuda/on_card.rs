@@ -4,9 +4,9 @@
 
 use super::{Decoder, DecoderOptions, PlainCache, Shape, Weights, programs};
 use crate::model::Turn;
-use crate::{Basis, Error, Source};
+use crate::{Arm, Basis, Error, Source, load_schemes};
 use kvant_kv::attend::reference::relative_error;
-use kvant_kv::cuda::{ARCHITECTURES, Gpu, compiler_version};
+use kvant_kv::cuda::{ARCHITECTURES, Gpu, GpuCache, GpuOptions, OutFormat, compiler_version};
 use rayon::prelude::*;
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
@@ -160,6 +160,50 @@ fn chunks_of_a_prompt_agree_with_its_tokens() {
     let off = relative_error(&decoder.logits(0).unwrap(), &whole);
     println!("chunks against tokens: {off:.1e}");
     assert!(off <= 2e-2, "{off:.1e}");
+}
+
+/// kvant-kv's cache under the same model: plain, and packed in 8 bits with and without rotated values.
+#[test]
+fn packed_caches_are_near_the_plain_one() {
+    let Some(gpu) = card("packed caches") else { return };
+    let tokens: Vec<u32> = (0..300).map(|i| i * 37 % 1000).collect();
+    let mut plain = decoder(random(&gpu), &Basis::default(), (1, 300), 1, false);
+    let logits =
+        |decoder: &Decoder<PlainCache>| -> Vec<f64> { decoder.logits(0).unwrap().into_iter().map(f64::from).collect() };
+    let mut want = Vec::new();
+    for &token in &tokens {
+        plain.decode(&[(0, token)]).unwrap().remove(0).unwrap();
+        want.push(logits(&plain));
+    }
+    for (scheme, bound) in
+        [("f16", 1e-2), ("k8v8g64w128s4", 5e-2), ("k8v8g64w128s4p512.rotv", 5e-2), ("k8v8g64.rotk", 5e-2)]
+    {
+        let weights = random(&gpu);
+        let config = weights.config().clone();
+        let schemes = load_schemes(scheme, config.layers).unwrap();
+        let layers: Vec<_> = schemes.layers().iter().enumerate().map(|(i, s)| config.layer(i, *s)).collect();
+        let arm = if scheme == "f16" { Arm::F16 } else { Arm::Fused };
+        let options = GpuOptions {
+            slots: 1,
+            max_tokens: 300,
+            bytes: 64 << 20,
+            out: OutFormat::Bf16,
+            softcap: None,
+            invariant: false,
+        };
+        let mut cache = GpuCache::new(&gpu, &layers, arm, options).unwrap();
+        let slot = cache.add(300).unwrap();
+        let options = DecoderOptions { most_batch: 1, invariant: false };
+        let mut decoder = Decoder::new(weights, cache, schemes.bases(), options).unwrap();
+        let mut worst = 0f64;
+        for (&token, want) in tokens.iter().zip(&want) {
+            decoder.decode(&[(slot, token)]).unwrap().remove(0).unwrap();
+            let off = relative_error(&decoder.logits(0).unwrap(), want);
+            worst = if off > worst || off.is_nan() { off } else { worst };
+        }
+        println!("{scheme}: worst relative error of a row {worst:.1e} against the plain cache");
+        assert!(worst <= bound, "{scheme}: {worst:.1e}");
+    }
 }
 
 #[test]

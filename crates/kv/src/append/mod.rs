@@ -4,6 +4,7 @@
 //! NOT here: which tokens are packed when (cache/), the formula (quant/).
 
 pub(crate) mod cpu;
+pub(crate) mod cuda;
 #[cfg(test)]
 pub(crate) mod parity;
 pub(crate) mod record;

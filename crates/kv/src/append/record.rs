@@ -121,7 +121,7 @@ fn read_values(layout: &RecordLayout, head: usize, record: &[u8]) -> Vec<f32> {
 }
 
 /// All codes of some panels: `[rows][stride]`.
-pub(super) fn read_panels(
+pub(crate) fn read_panels(
     bits: u32,
     panels: impl Iterator<Item = Panel>,
     rows: usize,

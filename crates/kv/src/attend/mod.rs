@@ -7,6 +7,7 @@
 //! NOT here: what is packed when (cache/).
 
 pub(crate) mod cpu;
+pub(crate) mod cuda;
 pub mod dense;
 mod plan;
 pub mod reference;

@@ -15,7 +15,7 @@ const ROUNDED_TOLERANCE: f64 = 3e-3;
 
 /// What the numbers of a case are like.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Data {
+pub(super) enum Data {
     /// Normal numbers.
     Plain,
     /// K channels 3 and d-1, V channel 1: 30 times the others, as trained models have them.
@@ -37,25 +37,25 @@ enum Data {
 
 /// One call to check: `past` tokens appended and committed, then `rows` appended and attended.
 #[derive(Debug, Clone)]
-struct Case {
-    q_heads: usize,
-    kv_heads: usize,
-    head_dim: usize,
-    scheme: String,
-    arm: Arm,
-    past: usize,
-    rows: usize,
-    first_visible: Option<usize>,
+pub(super) struct Case {
+    pub q_heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub scheme: String,
+    pub arm: Arm,
+    pub past: usize,
+    pub rows: usize,
+    pub first_visible: Option<usize>,
     /// The layer's window.
-    visible: Option<usize>,
-    softcap: Option<f32>,
-    sink_logits: bool,
-    data: Data,
+    pub visible: Option<usize>,
+    pub softcap: Option<f32>,
+    pub sink_logits: bool,
+    pub data: Data,
 }
 
 impl Case {
     /// The last of `len` tokens over one kv head with two query heads.
-    fn decode(head_dim: usize, scheme: impl Into<String>, len: usize) -> Self {
+    pub fn decode(head_dim: usize, scheme: impl Into<String>, len: usize) -> Self {
         Self {
             q_heads: 2,
             kv_heads: 1,
@@ -91,13 +91,13 @@ impl Random {
     }
 }
 
-struct Numbers {
-    q: Vec<f32>,
-    k: Vec<f32>,
-    v: Vec<f32>,
+pub(super) struct Numbers {
+    pub q: Vec<f32>,
+    pub k: Vec<f32>,
+    pub v: Vec<f32>,
 }
 
-fn numbers(case: &Case) -> Numbers {
+pub(super) fn numbers(case: &Case) -> Numbers {
     let (d, tokens, kv_heads) = (case.head_dim, case.past + case.rows, case.kv_heads);
     let mut random = Random(0x9E37_79B9 + tokens as u64 * 131 + d as u64);
     let mut normals = |n: usize| -> Vec<f32> { (0..n).map(|_| random.normal()).collect() };
@@ -170,7 +170,7 @@ fn numbers(case: &Case) -> Numbers {
 }
 
 /// Relative L2 error of the worst query row (all its heads); absolute where the exact row is zero. NaN gives NaN.
-fn worst_row(got: &[f32], want: &[f64], row_len: usize) -> f64 {
+pub(super) fn worst_row(got: &[f32], want: &[f64], row_len: usize) -> f64 {
     assert_eq!(got.len(), want.len());
     let rows = got.chunks_exact(row_len).zip(want.chunks_exact(row_len)).map(|(got, want)| {
         let off: f64 = got.iter().zip(want).map(|(&g, &w)| (g as f64 - w).powi(2)).sum();

@@ -1,6 +1,7 @@
 //! The cache: sequences of tokens, packed by position. In: K and V rows; out: views that attention reads.
 //! NOT here: the formula of the quantizer (quant/), attention (attend/).
 
+pub(crate) mod cuda;
 mod extent;
 pub(crate) mod layout;
 mod pages;
@@ -318,6 +319,18 @@ impl Cache {
         self.layer(layer)?;
         let stores = self.sequences.get(&seq).ok_or(Error::NoSuchSequence { id: seq.0 })?;
         Ok(stores[layer].extent.len)
+    }
+
+    /// Every record of a cache's first sequence in a layer: layout, head, group, bytes.
+    #[cfg(test)]
+    pub(crate) fn each_record(&self, layer: usize, mut f: impl FnMut(&layout::RecordLayout, usize, usize, &[u8])) {
+        let stores = self.sequences.values().next().expect("a sequence");
+        let spec = &self.layers[layer];
+        let view = stores[layer].view(spec, self.copy_pools[layer], &self.pools);
+        let Some(record) = &spec.record else { return };
+        for group in view.groups() {
+            (0..spec.shape.kv_heads).for_each(|head| f(record, head, group, view.record(head, group)));
+        }
     }
 
     /// Whether the cache holds no sequence.

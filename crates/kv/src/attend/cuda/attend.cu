@@ -1,7 +1,7 @@
 // Decode attention: one query row per request over its whole cache, read as it is stored.
 //
 // Defined from outside: HEAD_DIM GROUP_LEN K_BITS V_BITS (record.cuh; K_BITS 16: every key is plain), WARPS, SLOTS (ring of a
-// warp), BLOCKS_PER_SM, SOFTCAP (0, 1), OUT_BF16 (0: f32).
+// warp), BLOCKS_PER_SM, SHARED (bytes of shared memory), PARAMS_BYTES, SOFTCAP (0, 1), OUT_BF16 (0: f32).
 //
 // A block of WARPS warps takes items (plan.cuh). Within an item warp w takes units w, w + WARPS, ...; each warp copies its next
 // parts into its own ring in shared memory while it works on one:
@@ -14,7 +14,7 @@
 // What lost: a ring filled by one warp for all (waits at barriers), the key scale times a power of two in the record (it
 // overflows f16 for large scales).
 #include "plan.cuh"
-#include "../../cache/cuda/record.cuh"
+#include "record.cuh"
 using namespace record;
 
 #define FULL 0xffffffffu
@@ -42,13 +42,14 @@ struct Params {
     u32* counters;             // [layers][batch][heads], 0 between launches
     Rule rule;
     u32 batch, kv_heads, ratio, head_blocks;
-    u32 table_len, groups_of_page, tiles_of_page, window_tiles;
+    u32 table_len, groups_log2, tiles_log2, window_tiles;  // of a page: 2^groups_log2 groups, 2^tiles_log2 tiles
     u32 all_paged;   // every tile is in pages (a plain cache); else those below the edge, when there are pages
     u32 chunk;       // units of a piece; 0: balanced
     float scale;     // of scores, times log2(e)
     float softcap;   // times log2(e)
     u32 partial_stride;  // slots of one layer
 };
+static_assert(sizeof(Params) == PARAMS_BYTES, "as the launcher has it (mod.rs)");
 
 constexpr int HEADS = 8;
 constexpr int SLOT_BYTES =
@@ -67,8 +68,21 @@ constexpr int PARTIAL = HEADS * HEAD_DIM + 2 * HEADS;
 constexpr float UNIT = 16777216.0f;  // 2^24: a code of 1, read as f16, is 1 / UNIT
 constexpr float NOTHING = -1e30f;    // the maximum of no score
 
-// Bytes of shared memory that a block needs; the launcher computes the same (mod.rs).
-constexpr int SHARED_BYTES = WORK_BYTES + Q_BYTES + WARPS * HEADS * 4 + WARPS * SLOTS * 8 + 16;
+struct Row {
+    Extent e;
+    u32 slot, kv_head;
+};
+
+// What a block remembers of its item in shared memory, so that registers are left for the work.
+struct Kept {
+    Item item;
+    Row row;
+    u32 piece;  // the next one
+};
+
+// Bytes of shared memory that a block needs; SHARED is what it gets.
+constexpr int SHARED_BYTES = WORK_BYTES + Q_BYTES + WARPS * HEADS * 4 + WARPS * SLOTS * 8 + 16 + sizeof(Kept);
+static_assert(SHARED_BYTES <= SHARED, "the launcher's formula (mod.rs) is too small");
 
 DEVICE u64 page_of(const Params& p, u32 slot, u32 page) { return p.table[(u64)slot * p.table_len + page]; }
 
@@ -78,28 +92,25 @@ struct Feed {
     u32 page;  // of `unit`, asked for ahead
 };
 
-struct Row {
-    Extent e;
-    u32 slot, kv_head;
-};
-
-DEVICE u32 page_number(const Params& p, const Row& row, u32 unit) {
-    if (unit < row.e.groups) return page_of(p, row.slot, (row.e.first_group + unit) / p.groups_of_page);
+template <class R>
+DEVICE u32 page_number(const Params& p, const R& row, u32 unit) {
+    if (unit < row.e.groups) return page_of(p, row.slot, (row.e.first_group + unit) >> p.groups_log2);
     if (unit < row.e.groups + row.e.tiles) {
         const u32 tile = row.e.first_tile + unit - row.e.groups;
-        if (p.all_paged || tile * 16 < row.e.edge) return page_of(p, row.slot, tile / p.tiles_of_page);
+        if (p.all_paged || tile * 16 < row.e.edge) return page_of(p, row.slot, tile >> p.tiles_log2);
     }
     return 0;
 }
 
 // Address of a plain tile.
-DEVICE const u8* tile_address(const Params& p, const Layer& l, const Row& row, u32 unit, u32 page) {
+template <class R>
+DEVICE const u8* tile_address(const Params& p, u32 layer, const R& row, u32 unit, u32 page) {
     const u32 i = unit - row.e.groups;
-    if (i >= row.e.tiles) return l.sinks + ((u64)row.slot * p.kv_heads + row.kv_head) * TILE_BYTES;
+    if (i >= row.e.tiles) return p.layer.sinks + layer * p.layer_stride[3] + ((u64)row.slot * p.kv_heads + row.kv_head) * TILE_BYTES;
     const u32 tile = row.e.first_tile + i;
     if (p.all_paged || tile * 16 < row.e.edge)
-        return l.pages + (((u64)page * p.kv_heads + row.kv_head) * p.tiles_of_page + tile % p.tiles_of_page) * TILE_BYTES;
-    return l.window + (((u64)row.slot * p.kv_heads + row.kv_head) * p.window_tiles + tile % p.window_tiles) * TILE_BYTES;
+        return p.layer.pages + layer * p.layer_stride[1] + ((u64)(page * p.kv_heads + row.kv_head << p.tiles_log2) + (tile & (1u << p.tiles_log2) - 1)) * TILE_BYTES;
+    return p.layer.window + layer * p.layer_stride[2] + (((u64)row.slot * p.kv_heads + row.kv_head) * p.window_tiles + tile % p.window_tiles) * TILE_BYTES;
 }
 
 DEVICE void copy_part(u32 to, const u8* from, u32 bytes, u32 barrier, u32 lane) {
@@ -112,19 +123,20 @@ DEVICE void copy_part(u32 to, const u8* from, u32 bytes, u32 barrier, u32 lane) 
 }
 
 // Starts the copy of the next part, if there is one.
-DEVICE void feed_next(Feed& f, const Params& p, const Layer& l, const Row& row, u32 end, u32 ring, u32 barriers, u32 lane) {
+template <class R>
+DEVICE void feed_next(Feed& f, const Params& p, u32 layer, const R& row, u32 end, u32 ring, u32 barriers, u32 lane) {
     if (f.unit < end) {
         u32 parts = 2, bytes = TILE_HALF_BYTES, to = ring + f.slot * SLOT_BYTES;
         const u8* from;
         if (K_BITS != 16 && f.unit < row.e.groups) {
             const u32 group = row.e.first_group + f.unit;
             parts = PARTS;
-            from = l.records + (((u64)f.page * p.kv_heads + row.kv_head) * p.groups_of_page + group % p.groups_of_page) * RECORD_BYTES;
+            from = p.layer.records + layer * p.layer_stride[0] + ((u64)(f.page * p.kv_heads + row.kv_head << p.groups_log2) + (group & (1u << p.groups_log2) - 1)) * RECORD_BYTES;
             bytes = PART_BYTES;
             if (f.part == 0) bytes += K_PARAM_BYTES;
             else from += K_PARAM_BYTES + f.part * PART_BYTES, to += K_PARAM_BYTES;
         } else {
-            from = tile_address(p, l, row, f.unit, f.page) + f.part * TILE_HALF_BYTES;
+            from = tile_address(p, layer, row, f.unit, f.page) + f.part * TILE_HALF_BYTES;
         }
         copy_part(to, from, bytes, barriers + f.slot * 8, lane);
         if (++f.part == parts) {
@@ -290,7 +302,8 @@ DEVICE void add_part(State& s, const u32 (*w)[2], u32 codes, u32 params, u32 lan
 #endif
 
 // The partial result of a warp's units of an item.
-DEVICE void run_units(State& s, const Params& p, const Layer& l, const Row& row, u32 begin, u32 end, u32 ring, u32 barriers, u32 q,
+template <class R>
+DEVICE void run_units(State& s, const Params& p, u32 layer, const R& row, u32 begin, u32 end, u32 ring, u32 barriers, u32 q,
                       Feed& feed, u32& slot, u32& parity) {
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3, g = lane >> 2;
 #pragma unroll
@@ -308,7 +321,7 @@ DEVICE void run_units(State& s, const Params& p, const Layer& l, const Row& row,
     };
     auto done = [&] {
         __syncwarp();
-        feed_next(feed, p, l, row, end, ring, barriers, lane);
+        feed_next(feed, p, layer, row, end, ring, barriers, lane);
         if (++slot == SLOTS) slot = 0, parity ^= 1;
     };
     u32 unit = begin + warp;
@@ -440,6 +453,109 @@ DEVICE Total total_of(const float* partials, const Item& it, u32 head, float ext
     return {m, 1.0f / (sum + exp2_approx(extra - m))};
 }
 
+DEVICE void keep(volatile Kept& to, const Item& it, const Row& row, u32 piece) {
+    to.piece = piece;
+    to.item.request = it.request, to.item.head = it.head, to.item.begin = it.begin, to.item.end = it.end;
+    to.item.split = it.split, to.item.splits = it.splits, to.item.slot = it.slot;
+    to.item.first_slot = it.first_slot, to.item.slot_step = it.slot_step, to.item.zero_slot = it.zero_slot;
+    to.row.e.len = row.e.len, to.row.e.first = row.e.first, to.row.e.edge = row.e.edge;
+    to.row.e.first_group = row.e.first_group, to.row.e.groups = row.e.groups;
+    to.row.e.first_tile = row.e.first_tile, to.row.e.tiles = row.e.tiles, to.row.e.sink_tiles = row.e.sink_tiles;
+    to.row.slot = row.slot, to.row.kv_head = row.kv_head;
+}
+
+// The query heads of an item: the first one, how many, and where their vectors begin in q and out.
+struct Heads {
+    u32 first, n;
+    u64 at;
+};
+DEVICE Heads heads_of(const Params& p, const Item& it, u32 layer) {
+    const u32 block = it.head % p.head_blocks * HEADS, first = it.head / p.head_blocks * p.ratio + block;
+    return {first, min((u32)HEADS, p.ratio - block), (((u64)layer * p.batch + it.request) * p.kv_heads * p.ratio + first) * HEAD_DIM};
+}
+
+// Writes an item's result: the row's, or a partial one, and when it was the row's last one, the merged result.
+DEVICE void finish_item(const Params& p, const volatile Item& kept, const State& s, float* partials, u32* counters, u32 work, u32 sum, u32 maxima,
+                        u32 flag, u32 layer) {
+    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const Item it = {kept.request, kept.head, kept.begin, kept.end, kept.split, kept.splits, kept.slot, kept.first_slot, kept.slot_step, kept.zero_slot};
+    const Heads h = heads_of(p, it, layer);
+    const u32 first_head = h.first, n = h.n, counter = it.request * p.kv_heads * p.head_blocks + it.head;
+    const u64 q_row = h.at;
+            float* own = partials + (u64)it.slot * PARTIAL;
+            for (u32 o = threadIdx.x; o < n * HEAD_DIM; o += WARPS * 32) {
+                const u32 head = o / HEAD_DIM, channel = o % HEAD_DIM, slice = channel / 16, r = channel % 16;
+                const u32 holder = r % 8 * 4 + head / 2, e = r / 8 * 2 + head % 2;
+                float v = load_shared_float(sum + ((slice * 4 + e) * 32 + holder) * 4);
+    #if K_BITS != 16
+                v += load_shared_float(sum + ((SLICES * 4 + head % 2) * 32 + v_group(slice) * 4 + head / 2) * 4);
+    #endif
+                float weights = load_shared_float(sum + ((SLICES * 4 + 2 + head % 2) * 32 + head / 2) * 4);
+                if (it.splits > 1) {
+                    __stcg(own + o, v);
+                    if (channel == 0) __stcg(own + HEADS * HEAD_DIM + HEADS + head, weights);
+                } else {
+                    if (p.sink_logits) {
+                        const float logit = p.sink_logits[first_head + head] * 1.4426950408889634f;
+                        float m = NOTHING;
+                        for (int w = 0; w < WARPS; w++) m = fmaxf(m, load_shared_float(maxima + w * 32 + head * 4));
+                        const float most = fmaxf(m, logit), f = exp2_approx(m - most);
+                        v *= f, weights = weights * f + exp2_approx(logit - most);
+                    }
+                    store_out(p, q_row + o, v / weights);
+                }
+            }
+            if (it.splits > 1) {
+                if (warp == 0 && lane < 4) {
+                    __stcg(own + HEADS * HEAD_DIM + 2 * lane, s.m0);
+                    __stcg(own + HEADS * HEAD_DIM + 2 * lane + 1, s.m1);
+                }
+                __syncthreads();
+                if (threadIdx.x == 0) {
+                    u32 before;
+                    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counters + counter) : "memory");
+                    if (before == it.splits - 1) counters[counter] = 0;
+                    store_shared(flag, before == it.splits - 1);
+                }
+                __syncthreads();
+                if (load_shared(flag)) {
+                    // The last one to come merges all: first each head's weight, then four channels a thread, split by split in order.
+                    for (u32 head = warp; head < n; head += WARPS) {
+                        const float extra = p.sink_logits ? p.sink_logits[first_head + head] * 1.4426950408889634f : NOTHING;
+                        const Total total = total_of(partials, it, head, extra, lane);
+                        if (lane == 0) store_shared_float(maxima + head * 8, total.m), store_shared_float(maxima + head * 8 + 4, total.inverse);
+                    }
+                    __syncthreads();
+                    constexpr u32 FOURS = HEAD_DIM / 4, THREADS = WARPS * 32;
+                    const u32 positions = n * FOURS, teams = max(1u, THREADS / positions);
+                    const u32 team = threadIdx.x / positions;
+                    for (u32 pos = teams > 1 ? threadIdx.x % positions : threadIdx.x; pos < positions && team < teams; pos += THREADS) {
+                        const u32 head = pos / FOURS;
+                        const float m = load_shared_float(maxima + head * 8), inverse = load_shared_float(maxima + head * 8 + 4);
+                        float4 a = make_float4(0, 0, 0, 0);
+    #pragma unroll 4
+                        for (u32 i = team; i < it.splits; i += teams) {
+                            const float* part = partials + (u64)(i == 0 ? it.zero_slot : it.first_slot + i * it.slot_step) * PARTIAL;
+                            const float f = exp2_approx(__ldcg(part + HEADS * HEAD_DIM + head) - m) * inverse;
+                            const float4 b = __ldcg((const float4*)part + pos);
+                            a.x += f * b.x, a.y += f * b.y, a.z += f * b.z, a.w += f * b.w;
+                        }
+                        store_shared_float4(work + (team * positions + pos) * 16, a);
+                    }
+                    __syncthreads();
+                    for (u32 pos = threadIdx.x; pos < positions; pos += THREADS) {
+                        float4 a = load_shared_float4(work + pos * 16);
+                        for (u32 i = 1; i < teams; i++) {
+                            const float4 b = load_shared_float4(work + (i * positions + pos) * 16);
+                            a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w;
+                        }
+                        const u64 at = q_row + pos * 4;
+                        store_out(p, at, a.x), store_out(p, at + 1, a.y), store_out(p, at + 2, a.z), store_out(p, at + 3, a.w);
+                    }
+                }
+            }
+}
+
 // Which item comes next for this block, if any. `piece` .. `piece_end` are what is left of it (balanced), or the next piece.
 DEVICE bool next_item(Item& it, u32& piece, u32 pieces, const Params& p, Row& row, u32 lane) {
     const u32 heads = p.kv_heads * p.head_blocks, c = blockIdx.x, grid = gridDim.x;
@@ -478,10 +594,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     const u32 work = shared_address(shared), q = work + WORK_BYTES, maxima = q + Q_BYTES;
     const u32 ring = work + warp * RING_BYTES, barriers = maxima + WARPS * 32 + warp * SLOTS * 8;
     const u32 flag = maxima + WARPS * 32 + WARPS * SLOTS * 8, sum = work + MERGED * STATE_BYTES;
+    // The item waits here while registers are needed for its units.
+    volatile Kept& kept = *(Kept*)(shared + WORK_BYTES + Q_BYTES + WARPS * 32 + WARPS * SLOTS * 8 + 16);
     const u32 layer = blockIdx.y;
-    const Layer l = {p.layer.records + layer * p.layer_stride[0], p.layer.pages + layer * p.layer_stride[1],
-                     p.layer.window + layer * p.layer_stride[2], p.layer.sinks + layer * p.layer_stride[3]};
-    const u32 heads = p.kv_heads * p.head_blocks, q_heads = p.kv_heads * p.ratio;
+    const u32 heads = p.kv_heads * p.head_blocks;
     float* partials = p.partials + (u64)layer * p.partial_stride * PARTIAL;
     u32* counters = p.counters + (u64)layer * p.batch * heads;
 #if BULK
@@ -492,108 +608,37 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     }
     __syncwarp();
 #endif
-    const u32 pieces = p.plan[p.batch];
-    u32 piece = p.chunk ? blockIdx.x : blockIdx.x * ((pieces + gridDim.x - 1) / gridDim.x);
     u32 slot = 0, parity = 0;
-    Item it;
-    Row row;
-    while (next_item(it, piece, pieces, p, row, lane)) {
+    for (bool first = true;; first = false) {
+        Item it;
+        Row row;
+        const u32 pieces = p.plan[p.batch];
+        u32 piece = !first ? kept.piece : p.chunk ? blockIdx.x : blockIdx.x * ((pieces + gridDim.x - 1) / gridDim.x);
+        if (!next_item(it, piece, pieces, p, row, lane)) break;
+        // Every warp has read what is kept before it is written anew.
+        __syncthreads();
+        if (threadIdx.x == 0) keep(kept, it, row, piece);
         Feed feed = {it.begin + warp, 0, slot, 0};
         if (feed.unit < it.end) feed.page = page_number(p, row, feed.unit);
 #pragma unroll 1
-        for (int i = 0; i < SLOTS; i++) feed_next(feed, p, l, row, it.end, ring, barriers, lane);
+        for (int i = 0; i < SLOTS; i++) feed_next(feed, p, layer, row, it.end, ring, barriers, lane);
         // The row's query heads, scaled; heads and channels that are not there are zeros.
-        const u32 first_head = row.kv_head * p.ratio + it.head % p.head_blocks * HEADS;
-        const u32 n = min((u32)HEADS, p.ratio - it.head % p.head_blocks * HEADS);
-        const u64 q_row = (((u64)layer * p.batch + it.request) * q_heads + first_head) * HEAD_DIM;
+        const Heads h = heads_of(p, it, layer);
         for (u32 i = threadIdx.x; i < HEADS * CHANNELS / 2; i += WARPS * 32) {
             const u32 head = i / (CHANNELS / 2), channel = i % (CHANNELS / 2) * 2;
             u32 x = 0;
-            if (head < n && channel < HEAD_DIM) {
-                const u32 two = *(const u32*)(p.q + q_row + head * HEAD_DIM + channel);
+            if (head < h.n && channel < HEAD_DIM) {
+                const u32 two = *(const u32*)(p.q + h.at + head * HEAD_DIM + channel);
                 x = half2_of(float_of(two & 0xffff) * p.scale, float_of(two >> 16) * p.scale);
             }
             store_shared(q + head * Q_WORDS * 4 + channel * 2, x);
         }
         __syncthreads();
         State s;
-        run_units(s, p, l, row, it.begin, it.end, ring, barriers, q, feed, slot, parity);
+        run_units(s, p, layer, kept.row, kept.item.begin, kept.item.end, ring, barriers, q, feed, slot, parity);
         __syncthreads();
         merge_warps(s, work, sum, maxima);
-
-        const u32 counter = it.request * heads + it.head;
-        float* own = partials + (u64)it.slot * PARTIAL;
-        for (u32 o = threadIdx.x; o < n * HEAD_DIM; o += WARPS * 32) {
-            const u32 head = o / HEAD_DIM, channel = o % HEAD_DIM, slice = channel / 16, r = channel % 16;
-            const u32 holder = r % 8 * 4 + head / 2, e = r / 8 * 2 + head % 2;
-            float v = load_shared_float(sum + ((slice * 4 + e) * 32 + holder) * 4);
-#if K_BITS != 16
-            v += load_shared_float(sum + ((SLICES * 4 + head % 2) * 32 + v_group(slice) * 4 + head / 2) * 4);
-#endif
-            float weights = load_shared_float(sum + ((SLICES * 4 + 2 + head % 2) * 32 + head / 2) * 4);
-            if (it.splits > 1) {
-                __stcg(own + o, v);
-                if (channel == 0) __stcg(own + HEADS * HEAD_DIM + HEADS + head, weights);
-            } else {
-                if (p.sink_logits) {
-                    const float logit = p.sink_logits[first_head + head] * 1.4426950408889634f;
-                    float m = NOTHING;
-                    for (int w = 0; w < WARPS; w++) m = fmaxf(m, load_shared_float(maxima + w * 32 + head * 4));
-                    const float most = fmaxf(m, logit), f = exp2_approx(m - most);
-                    v *= f, weights = weights * f + exp2_approx(logit - most);
-                }
-                store_out(p, q_row + o, v / weights);
-            }
-        }
-        if (it.splits > 1) {
-            if (warp == 0 && lane < 4) {
-                __stcg(own + HEADS * HEAD_DIM + 2 * lane, s.m0);
-                __stcg(own + HEADS * HEAD_DIM + 2 * lane + 1, s.m1);
-            }
-            __syncthreads();
-            if (threadIdx.x == 0) {
-                u32 before;
-                asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counters + counter) : "memory");
-                if (before == it.splits - 1) counters[counter] = 0;
-                store_shared(flag, before == it.splits - 1);
-            }
-            __syncthreads();
-            if (load_shared(flag)) {
-                // The last one to come merges all: first each head's weight, then four channels a thread, split by split in order.
-                for (u32 head = warp; head < n; head += WARPS) {
-                    const float extra = p.sink_logits ? p.sink_logits[first_head + head] * 1.4426950408889634f : NOTHING;
-                    const Total total = total_of(partials, it, head, extra, lane);
-                    if (lane == 0) store_shared_float(maxima + head * 8, total.m), store_shared_float(maxima + head * 8 + 4, total.inverse);
-                }
-                __syncthreads();
-                constexpr u32 FOURS = HEAD_DIM / 4, THREADS = WARPS * 32;
-                const u32 positions = n * FOURS, teams = max(1u, THREADS / positions);
-                const u32 team = threadIdx.x / positions;
-                for (u32 pos = teams > 1 ? threadIdx.x % positions : threadIdx.x; pos < positions && team < teams; pos += THREADS) {
-                    const u32 head = pos / FOURS;
-                    const float m = load_shared_float(maxima + head * 8), inverse = load_shared_float(maxima + head * 8 + 4);
-                    float4 a = make_float4(0, 0, 0, 0);
-#pragma unroll 4
-                    for (u32 i = team; i < it.splits; i += teams) {
-                        const float* part = partials + (u64)(i == 0 ? it.zero_slot : it.first_slot + i * it.slot_step) * PARTIAL;
-                        const float f = exp2_approx(__ldcg(part + HEADS * HEAD_DIM + head) - m) * inverse;
-                        const float4 b = __ldcg((const float4*)part + pos);
-                        a.x += f * b.x, a.y += f * b.y, a.z += f * b.z, a.w += f * b.w;
-                    }
-                    store_shared_float4(work + (team * positions + pos) * 16, a);
-                }
-                __syncthreads();
-                for (u32 pos = threadIdx.x; pos < positions; pos += THREADS) {
-                    float4 a = load_shared_float4(work + pos * 16);
-                    for (u32 i = 1; i < teams; i++) {
-                        const float4 b = load_shared_float4(work + (i * positions + pos) * 16);
-                        a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w;
-                    }
-                    const u64 at = q_row + pos * 4;
-                    store_out(p, at, a.x), store_out(p, at + 1, a.y), store_out(p, at + 2, a.z), store_out(p, at + 3, a.w);
-                }
-            }
-        }
+        finish_item(p, kept.item, s, partials, counters, work, sum, maxima, flag, layer);
         // What was written here plainly is next written by the copy engine.
 #if BULK
         fence_copy_engine();

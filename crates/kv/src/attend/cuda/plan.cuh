@@ -7,7 +7,7 @@
 //   invariant: a piece is a chunk of `chunk` units of one row, counted from its first; block c takes pieces c, c + G, ...: how a
 //     row is cut and merged depends on that row only.
 #pragma once
-#include "../../cache/cuda/extent.cuh"
+#include "extent.cuh"
 
 // A run of units of one row, and which part of the row's split it is.
 struct Item {

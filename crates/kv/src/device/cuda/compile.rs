@@ -146,6 +146,10 @@ pub fn compile(program: &Program, architecture: &str) -> Result<Compiled, Error>
     let mut options = vec![
         format!("--gpu-architecture={architecture}"),
         "--std=c++17".to_string(),
+        // Functions without a mark are the device's: constexpr ones of headers.
+        "-default-device".to_string(),
+        // Constants of a header that a kernel has no use for.
+        "--diag-suppress=177".to_string(),
         "--ptxas-options=-v".to_string(),
         "--no-display-error-number".to_string(),
     ];
