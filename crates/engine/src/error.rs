@@ -64,6 +64,12 @@ pub enum Error {
         /// What, in words.
         what: String,
     },
+    /// Something that the engine does, but not on a GPU.
+    #[error("{what} runs on the CPU only")]
+    CpuOnly {
+        /// What, in words.
+        what: String,
+    },
     /// A tensor that the model needs is absent.
     #[error("the model file has no tensor `{name}`")]
     MissingTensor {

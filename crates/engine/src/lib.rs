@@ -7,6 +7,7 @@
 
 pub mod chat;
 pub mod codebooks;
+pub mod cuda;
 mod divergence;
 mod engine;
 mod error;

@@ -3,7 +3,7 @@
 //! and fails if REQUIRE_NVRTC is set.
 //! NOT here: what kernels compute.
 
-use kvant_kv::cuda::{ARCHITECTURES, Program, all_programs, compile, compiler_version, programs};
+use kvant_kv::cuda::{ARCHITECTURES, Program, all_programs, compiler_version, programs};
 use rayon::prelude::*;
 
 /// False, and said so, where NVRTC is absent.
@@ -34,25 +34,13 @@ fn every_program_compiles_for_every_architecture_within_its_registers() {
 
 /// What is wrong with one program on one architecture.
 fn check(program: &Program, architecture: &str) -> Option<String> {
-    let title = program.title();
-    let compiled = match compile(program, architecture) {
-        Ok(compiled) => compiled,
-        Err(e) => return Some(e.to_string()),
-    };
-    println!("{title} {architecture}: {} registers, {} bytes of stack", compiled.registers, compiled.stack_bytes);
-    if compiled.registers == 0 || compiled.cubin.is_empty() {
-        return Some(format!(
-            "{title} {architecture}: no registers or no code: has the assembler's log changed?\n{}",
-            compiled.log
-        ));
+    match program.check(architecture) {
+        Ok(c) => {
+            println!("{} {architecture}: {} registers, {} bytes of stack", program.title(), c.registers, c.stack_bytes);
+            None
+        }
+        Err(e) => Some(e.to_string()),
     }
-    if compiled.spill_bytes > 0 {
-        return Some(format!("{title} {architecture}: spills {} bytes\n{}", compiled.spill_bytes, compiled.log));
-    }
-    let over = compiled.registers > program.registers;
-    over.then(|| {
-        format!("{title} {architecture}: {} registers, its budget is {}", compiled.registers, program.registers)
-    })
 }
 
 #[test]

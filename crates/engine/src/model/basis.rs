@@ -102,7 +102,7 @@ impl Turn {
 /// Most channels of a head.
 const MOST_CHANNELS: usize = 256;
 /// The random signs, those of smaller heads the first ones. Caches in files are of these: another seed is another format.
-const SIGNS: [f32; MOST_CHANNELS] = {
+pub(crate) const SIGNS: [f32; MOST_CHANNELS] = {
     let mut signs = [1.0; MOST_CHANNELS];
     // xorshift64*
     let mut state: u64 = 0x5EED_0F51_6E50_F00D;

@@ -36,7 +36,7 @@ impl Architecture {
         }
     }
 
-    fn of(name: &str) -> Option<Self> {
+    pub(crate) fn of(name: &str) -> Option<Self> {
         [Self::Llama, Self::Qwen2, Self::Qwen3, Self::Gemma3].into_iter().find(|a| a.name() == name)
     }
 

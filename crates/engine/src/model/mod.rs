@@ -12,8 +12,8 @@ pub mod linear;
 mod matmul;
 pub mod rope;
 
-pub(crate) use basis::rotate_heads;
 pub use basis::{Basis, Turn, order_with_first};
+pub(crate) use basis::{SIGNS, rotate_heads};
 pub use config::{ARCHITECTURES, Activation, Architecture, AttentionFacts, Config, Windows};
 
 use crate::Error;
@@ -306,20 +306,20 @@ impl Model {
 }
 
 /// The tensors of one layer, found and of the right shape.
-struct LayerTensors<'a> {
-    attention_norm: Vec<f32>,
-    qkv: [Box<dyn WeightRows + 'a>; 3],
-    biases: Option<[Vec<f32>; 3]>,
-    head_norms: Option<[Vec<f32>; 2]>,
-    output: Box<dyn WeightRows + 'a>,
-    feed_forward_norm: Vec<f32>,
-    gate_up: [Box<dyn WeightRows + 'a>; 2],
-    down: Box<dyn WeightRows + 'a>,
-    post_norms: Option<[Vec<f32>; 2]>,
+pub(crate) struct LayerTensors<'a> {
+    pub(crate) attention_norm: Vec<f32>,
+    pub(crate) qkv: [Box<dyn WeightRows + 'a>; 3],
+    pub(crate) biases: Option<[Vec<f32>; 3]>,
+    pub(crate) head_norms: Option<[Vec<f32>; 2]>,
+    pub(crate) output: Box<dyn WeightRows + 'a>,
+    pub(crate) feed_forward_norm: Vec<f32>,
+    pub(crate) gate_up: [Box<dyn WeightRows + 'a>; 2],
+    pub(crate) down: Box<dyn WeightRows + 'a>,
+    pub(crate) post_norms: Option<[Vec<f32>; 2]>,
 }
 
 impl<'a> LayerTensors<'a> {
-    fn find(source: &'a Source, config: &Config, layer: usize) -> Result<Self, Error> {
+    pub(crate) fn find(source: &'a Source, config: &Config, layer: usize) -> Result<Self, Error> {
         let of = |name: &str| format!("blk.{layer}.{name}.weight");
         let (hidden, forward) = (config.hidden, config.feed_forward);
         let (q_len, kv_len) = (config.shape.q_heads * config.shape.head_dim, config.shape.row_len());

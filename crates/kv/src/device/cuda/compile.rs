@@ -29,6 +29,31 @@ pub struct Program {
 }
 
 impl Program {
+    /// Compiles it for `architecture` and refuses code that spills or takes more registers than its budget: what tests ask of
+    /// every program.
+    ///
+    /// Errors: those of [`compile`]; [`Error::Gpu`] that says how much it takes.
+    pub fn check(&self, architecture: &str) -> Result<Compiled, Error> {
+        let compiled = compile(self, architecture)?;
+        let Compiled { registers, spill_bytes, log, .. } = &compiled;
+        let title = self.title();
+        if *registers == 0 || compiled.cubin.is_empty() {
+            return Err(broken(format!(
+                "{title} for {architecture}: no registers or no code in the assembler's log: {log}"
+            )));
+        }
+        if *spill_bytes > 0 {
+            return Err(broken(format!("{title} for {architecture} spills {spill_bytes} bytes: {log}")));
+        }
+        if *registers > self.registers {
+            let budget = self.registers;
+            return Err(broken(format!(
+                "{title} for {architecture} takes {registers} registers, its budget is {budget}: {log}"
+            )));
+        }
+        Ok(compiled)
+    }
+
     /// Name and definitions, as errors and tests show them.
     pub fn title(&self) -> String {
         [self.name].into_iter().chain(self.defines.iter().map(String::as_str)).collect::<Vec<_>>().join(" ")

@@ -7,6 +7,7 @@
 //! stream, and the stream can be captured into graphs.
 
 mod compile;
+mod launch;
 mod programs;
 mod store;
 
@@ -14,6 +15,7 @@ pub use crate::attend::cuda::OutFormat;
 pub use crate::cache::cuda::{Fault, GpuCache, GpuOptions, PAGE_LEN};
 pub use compile::{Compiled, Program, compile, compiler_version};
 pub use cudarc;
+pub use launch::{Launch, argument};
 pub use programs::{all_programs, programs, reading};
 
 use std::collections::HashMap;
@@ -163,7 +165,8 @@ impl Gpu {
         self.stream.clone_htod(values).map_err(|e| self.allocation(e, size_of_val(values)))
     }
 
-    /// `len` zeroed elements of the machine's memory that the card copies from and to without a detour.
+    /// `len` zeroed elements of the machine's memory that the card copies from and to without a detour. Nothing waits by itself:
+    /// read and write them only while no copy of them is under way ([`Gpu::synchronize`]).
     pub fn pinned<T: DeviceRepr + ValidAsZeroBits + Copy>(&self, len: usize) -> Result<PinnedHostSlice<T>, Error> {
         // Not write-combined: the host reads these too.
         // SAFETY: the memory is unset; it is zeroed below, and zero bits are a value of T.
