@@ -268,26 +268,44 @@ impl Kind {
     }
 
     /// See [`super::GpuCache::spread`].
-    pub(crate) fn spread(&mut self, gpu: &Gpu, from: usize, pages: &[u32], slots: usize) -> Result<(), Error> {
+    pub(crate) fn spread(
+        &mut self,
+        gpu: &Gpu,
+        from: usize,
+        pages: &[u32],
+        slots: usize,
+        first_layer: bool,
+    ) -> Result<(), Error> {
         let (sizes, all, stream) = (self.sizes, self.pages, gpu.stream());
-        let copy = |buffer: &mut Option<CudaSlice<u8>>, unit: usize, count: usize, source: &dyn Fn(usize) -> usize| {
+        let held: Vec<usize> = pages.iter().map(|&p| p as usize).collect();
+        // Of `per_layer` units in each layer, unit i is filled from source(i) of the same layer, or of the first one.
+        let copy = |buffer: &mut Option<CudaSlice<u8>>,
+                    unit: usize,
+                    layers: usize,
+                    per_layer: usize,
+                    source: &dyn Fn(usize) -> usize| {
             let Some(buffer) = buffer.as_mut().filter(|_| unit > 0) else { return Ok(()) };
-            for i in (0..count).filter(|&i| i != source(i)) {
-                let start = source(i) * unit;
-                let held = stream.clone_dtod(&buffer.slice(start..start + unit))?;
-                stream.memcpy_dtod(&held, &mut buffer.slice_mut(i * unit..(i + 1) * unit))?;
+            for layer in 0..layers {
+                for i in 0..per_layer {
+                    let start = (if first_layer { 0 } else { layer * per_layer }) + source(i);
+                    let to = layer * per_layer + i;
+                    if start == to {
+                        continue;
+                    }
+                    let taken = stream.clone_dtod(&buffer.slice(start * unit..(start + 1) * unit))?;
+                    stream.memcpy_dtod(&taken, &mut buffer.slice_mut(to * unit..(to + 1) * unit))?;
+                }
             }
             Ok::<(), Error>(())
         };
-        // The sources lie in the first layer and are never targets of other pages.
-        let held: Vec<usize> = pages.iter().map(|&p| p as usize).collect();
-        let of_page = |i: usize| if i < all && held.contains(&i) { i } else { held[i % all % held.len()] };
+        // Pages of the source stay as they are.
+        let of_page = |i: usize| if held.contains(&i) { i } else { held[i % held.len()] };
         let layers_of_tiles = if sizes.one_layer_of_tiles { 1 } else { sizes.layers };
-        copy(&mut self.records, sizes.record_page_bytes() / sizes.layers, sizes.layers * all, &of_page)?;
-        copy(&mut self.tiles, sizes.tile_page_bytes() / layers_of_tiles, layers_of_tiles * all, &of_page)?;
+        copy(&mut self.records, sizes.record_page_bytes() / sizes.layers, sizes.layers, all, &of_page)?;
+        copy(&mut self.tiles, sizes.tile_page_bytes() / layers_of_tiles, layers_of_tiles, all, &of_page)?;
         let tile = sizes.shape.kv_heads * sizes.record.tile_bytes();
-        copy(&mut self.window, sizes.window_tiles() * tile, sizes.layers * slots, &|_| from)?;
-        copy(&mut self.sinks, sizes.sink_tiles() * tile, sizes.layers * slots, &|_| from)
+        copy(&mut self.window, sizes.window_tiles() * tile, sizes.layers, slots, &|_| from)?;
+        copy(&mut self.sinks, sizes.sink_tiles() * tile, sizes.layers, slots, &|_| from)
     }
 
     /// Every record, as bytes.

@@ -249,13 +249,13 @@ impl GpuCache {
         Ok(())
     }
 
-    /// Fills every other page, slot and layer of each kind with what slot `from` has in the kind's first layer: for timing, where
-    /// contents need to be real but not different.
+    /// Fills every other page and slot with what slot `from` has, in each layer its own, or (`first_layer`) everywhere what it has in
+    /// the first layer of each kind: for timing, where contents need to be real but not different.
     #[doc(hidden)]
-    pub fn spread(&mut self, from: usize) -> Result<(), Error> {
+    pub fn spread(&mut self, from: usize, first_layer: bool) -> Result<(), Error> {
         let pages = self.sequence(from)?.pages.clone();
         for kind in &mut self.kinds {
-            kind.spread(&self.gpu, from, &pages, self.options.slots)?;
+            kind.spread(&self.gpu, from, &pages, self.options.slots, first_layer)?;
         }
         Ok(())
     }
