@@ -48,6 +48,7 @@ struct Params {
     float scale;     // of scores, times log2(e)
     float softcap;   // times log2(e)
     u32 partial_stride;  // slots of one layer
+    u32 pass;            // query heads of a row, at most HEADS
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "as the launcher has it (mod.rs)");
 
@@ -478,8 +479,8 @@ struct Heads {
     u64 at;
 };
 DEVICE Heads heads_of(const Params& p, const Item& it, u32 layer) {
-    const u32 block = it.head % p.head_blocks * HEADS, first = it.head / p.head_blocks * p.ratio + block;
-    return {first, min((u32)HEADS, p.ratio - block), (((u64)layer * p.batch + it.request) * p.kv_heads * p.ratio + first) * HEAD_DIM};
+    const u32 block = it.head % p.head_blocks * p.pass, first = it.head / p.head_blocks * p.ratio + block;
+    return {first, min(p.pass, p.ratio - block), (((u64)layer * p.batch + it.request) * p.kv_heads * p.ratio + first) * HEAD_DIM};
 }
 
 // Writes an item's result: the row's, or a partial one, and when it was the row's last one, the merged result.

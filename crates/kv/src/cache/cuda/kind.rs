@@ -25,6 +25,10 @@ pub(crate) struct Sizes {
     pub one_layer_of_tiles: bool,
     /// How attention reads packed groups: as records.
     pub fused: bool,
+    /// Query heads that share an unpack.
+    pub pass: usize,
+    /// Blocks of attention's grid; None: as many as run at once.
+    pub blocks: Option<usize>,
 }
 
 impl Sizes {
@@ -73,6 +77,8 @@ impl Sizes {
             paged_tiles: !packed || dequantizes,
             one_layer_of_tiles: packed && arm == Arm::DequantStep,
             fused: packed && !dequantizes,
+            pass: HEADS,
+            blocks: None,
         })
     }
 
@@ -126,7 +132,7 @@ impl Sizes {
     }
 
     pub(crate) fn head_blocks(&self) -> usize {
-        self.shape.gqa_ratio().div_ceil(HEADS)
+        self.shape.gqa_ratio().div_ceil(self.pass)
     }
 }
 
@@ -190,7 +196,8 @@ impl Kind {
             plan: gpu.zeros(options.slots + 2)?,
             partials: gpu.zeros(partial_slots * partial * layers)?,
             partial_slots,
-            counters: gpu.zeros(layers * options.slots * sizes.heads())?,
+            // For rows of any number of query heads.
+            counters: gpu.zeros(layers * options.slots * sizes.shape.q_heads)?,
             append: Kernels::load(gpu, &record)?,
             plan_function: gpu.function(&plan_program(), "plan_steps")?,
             attend,
@@ -320,6 +327,11 @@ impl Kind {
         &self.attend[usize::from(crowded)]
     }
 
+    /// Blocks that they are cut for.
+    pub(crate) fn blocks(&self, gpu: &Gpu, batch: usize, chunk: u32) -> usize {
+        self.sizes.blocks.unwrap_or_else(|| self.attend_for(gpu, batch, chunk).blocks(gpu))
+    }
+
     /// Counts pieces of work of a step (plan.cu).
     pub(crate) fn launch_plan(
         &self,
@@ -329,7 +341,7 @@ impl Kind {
         batch: usize,
         chunk: u32,
     ) -> Result<(), Error> {
-        let blocks = self.attend_for(gpu, batch, chunk).blocks(gpu) as u32;
+        let blocks = self.blocks(gpu, batch, chunk) as u32;
         let config = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (1024, 1, 1), shared_mem_bytes: 0 };
         let (plan, packed) = (address(gpu, &self.plan), u32::from(self.sizes.fused));
         let (batch, heads) = (batch as u32, self.sizes.heads() as u32);

@@ -260,6 +260,17 @@ impl GpuCache {
         Ok(())
     }
 
+    /// For experiments: query heads that share an unpack (1 to 8), and blocks of attention's grid, at most as many as run at once;
+    /// None: the kernel's own choice. Begin a step anew afterwards.
+    #[doc(hidden)]
+    pub fn vary(&mut self, pass: usize, blocks: Option<usize>) {
+        for kind in &mut self.kinds {
+            let most = kind.attend.iter().map(|k| k.blocks(&self.gpu)).min().unwrap_or(1);
+            kind.sizes.pass = pass.clamp(1, crate::attend::cuda::HEADS);
+            kind.sizes.blocks = blocks.map(|b| b.clamp(1, most));
+        }
+    }
+
     /// Bytes held: pages that sequences own, and the windows of all slots, which are taken once for all.
     pub fn bytes(&self) -> CacheBytes {
         let owned = self.pages - self.free_pages.len();

@@ -283,8 +283,10 @@ impl GpuCache {
             scale: scale * log2e,
             softcap: self.options.softcap.unwrap_or(0.0) * log2e,
             partial_stride: kind.partial_slots as u32,
+            pass: sizes.pass as u32,
         };
-        kind.attend_for(gpu, self.bucket, self.chunk()).launch(gpu, &params, layers)
+        let blocks = kind.blocks(gpu, self.bucket, self.chunk());
+        kind.attend_for(gpu, self.bucket, self.chunk()).launch(gpu, &params, layers, blocks)
     }
 
     /// Plans anew with the first visible positions of each row (device address, u32 `[bucket]`).
