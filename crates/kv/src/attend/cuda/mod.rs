@@ -4,6 +4,7 @@
 
 #[cfg(test)]
 mod parity;
+pub(crate) mod prefill;
 
 use crate::Error;
 use crate::cache::cuda::layout::RecordShape;

@@ -1,7 +1,8 @@
 // Prefill attention: rows of one sequence at consecutive positions, over packed history and plain tiles.
 //
 // Defined from outside: HEAD_DIM GROUP_LEN K_BITS V_BITS (record.cuh; K_BITS 16: every key is plain), WGMMA (1: sm_90a), WARPS
-// (that multiply; 16 rows each), STAGE (tokens), SLOTS (stages in flight), SOFTCAP (0, 1), OUT_BF16 (0: f32).
+// (that multiply; 16 rows each), STAGE (tokens), SLOTS (stages in flight), SOFTCAP (0, 1), OUT_BF16 (0: f32),
+// PARAMS_BYTES and SHARED (bytes, as the launcher knows them: prefill.rs).
 //
 // WARPS 8, STAGE 64, SLOTS 2; without wgmma heads of 256 channels: WARPS 4, STAGE 32 (then all fits in 99 KB of shared memory).
 //

@@ -2,7 +2,7 @@
 // memory. What is defined from outside, and how rows lie in shared memory: prefill.cu.
 #pragma once
 #include "plan.cuh"
-#include "../../cache/cuda/record.cuh"
+#include "record.cuh"
 #include "warpgroup.cuh"
 using namespace record;
 
@@ -34,6 +34,7 @@ struct Params {
     float scale;    // of scores, times log2(e)
     float softcap;  // times log2(e)
 };
+static_assert(sizeof(Params) == PARAMS_BYTES, "as the launcher has it (prefill.rs)");
 
 constexpr int FEEDERS = 4;
 constexpr int ROWS = WARPS * 16;
@@ -44,6 +45,7 @@ constexpr int K_STAGE = CHANNELS / 8 * K_CHUNK, V_STAGE = STAGE / 8 * V_CHUNK;
 constexpr bool Q_SHARED = CHANNELS > (WGMMA ? 128 : 96);
 constexpr int Q_BYTES = Q_SHARED ? ROWS * CHANNELS * 2 : 0;
 constexpr int SHARED_BYTES = SLOTS * (K_STAGE + V_STAGE) + Q_BYTES + ROWS * 8 + SLOTS * 32 + 16;
+static_assert(SHARED_BYTES == SHARED, "as the launcher has it (prefill.rs)");
 constexpr int SUMS = CHANNELS / 2;  // results of a thread
 constexpr int PARTIAL = WARPS * 32 * (SUMS + 4);
 // A feeding lane holds codes of so many slices at once.

@@ -1,6 +1,6 @@
 // Barriers that some threads arrive at and others wait for, and the matrix instructions of a warpgroup (sm_90a).
 #pragma once
-#include "../../cache/cuda/ptx.cuh"
+#include "ptx.cuh"
 
 // Barriers in shared memory (mbarrier; sm_80 on): a phase ends with the `count`th arrival. Phases are told apart by parity.
 DEVICE void phase_init(u32 barrier, u32 count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory"); }

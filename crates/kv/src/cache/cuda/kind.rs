@@ -5,7 +5,7 @@
 use super::layout::{RecordShape, TILE_LEN};
 use super::{GpuOptions, INVARIANT_CHUNK, PAGE_LEN};
 use crate::append::cuda::{Kernels, Paged, Tiles};
-use crate::attend::cuda::{HEADS, Kernel, Rule, plan_program};
+use crate::attend::cuda::{HEADS, Kernel, Rule, plan_program, prefill};
 use crate::codec::Codec;
 use crate::device::cuda::Gpu;
 use crate::scheme::Fit;
@@ -154,6 +154,12 @@ pub(crate) struct Kind {
     pub counters: CudaSlice<u32>,
     pub append: Kernels,
     plan_function: CudaFunction,
+    /// Attention of prompts: its kernel, how the prompt's rows are cut, the tiles of that on the device, partial results and counters.
+    pub prefill: prefill::Kernel,
+    pub cut: prefill::Cut,
+    pub row_tiles: CudaSlice<prefill::RowTile>,
+    pub prefill_partials: CudaSlice<f32>,
+    pub prefill_counters: CudaSlice<u32>,
     /// For few rows, and for more rows than multiprocessors.
     pub attend: [Kernel; 2],
     pages: usize,
@@ -200,6 +206,11 @@ impl Kind {
             counters: gpu.zeros(layers * options.slots * sizes.shape.q_heads)?,
             append: Kernels::load(gpu, &record)?,
             plan_function: gpu.function(&plan_program(), "plan_steps")?,
+            prefill: prefill::Kernel::load(gpu, &record, options.softcap.is_some(), options.out)?,
+            cut: prefill::Cut { tiles: Vec::new(), splits: 1 },
+            row_tiles: gpu.zeros(1)?,
+            prefill_partials: gpu.zeros(1)?,
+            prefill_counters: gpu.zeros(1)?,
             attend,
             pages,
             sizes,
@@ -260,6 +271,30 @@ impl Kind {
             ring: count.max(1) as u32,
             first: first as u32,
         }
+    }
+
+    /// Cuts a prompt's rows at positions `first..end`, and makes room for their partial results.
+    pub(crate) fn cut_prompt(
+        &mut self,
+        gpu: &Gpu,
+        edge: impl Fn(usize) -> usize,
+        first: usize,
+        end: usize,
+    ) -> Result<(), Error> {
+        let Sizes { shape, record, .. } = self.sizes;
+        self.cut = self.prefill.cut(gpu, edge, (first, end), (shape.kv_heads, shape.gqa_ratio()));
+        if self.row_tiles.len() < self.cut.tiles.len() {
+            self.row_tiles = gpu.zeros(self.cut.tiles.len())?;
+        }
+        gpu.stream().memcpy_htod(&self.cut.tiles, &mut self.row_tiles)?;
+        let (partials, counters) = self.prefill.workspace(&record, &self.cut, shape.kv_heads);
+        if self.prefill_partials.len() < partials {
+            self.prefill_partials = gpu.zeros(partials)?;
+        }
+        if self.prefill_counters.len() < counters {
+            self.prefill_counters = gpu.zeros(counters)?;
+        }
+        Ok(())
     }
 
     /// Makes room for tiles `first..end` of a prompt.
