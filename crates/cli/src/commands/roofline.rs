@@ -1,6 +1,8 @@
 //! `kvant roofline`: what bounds each kernel on this machine. In: a shape, schemes, where to write pages; out: a table, one
 //! JSON object, an HTML page, a Markdown page. NOT here: measuring, judging, drawing (kvant-roofline).
 
+mod cuda;
+
 use super::check_kernel;
 use crate::args::RooflineArgs;
 use crate::failure::Failure;
@@ -19,6 +21,9 @@ const LONGEST: f64 = 65536.0;
 
 /// Runs the command.
 pub fn run(args: &RooflineArgs) -> Result<()> {
+    if args.machine.on_gpu()? {
+        return cuda::run(args);
+    }
     let settings = settings(args)?;
     // A page that cannot be written should not cost a run first.
     [&args.html, &args.markdown].into_iter().flatten().try_for_each(|path| output::check_page(path))?;

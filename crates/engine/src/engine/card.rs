@@ -7,7 +7,7 @@
 
 use super::{DecodeTime, Engine, EngineOptions};
 use crate::Error;
-use crate::cuda::{Decoder, DecoderOptions, Weights};
+use crate::cuda::{CHUNK, Decoder, DecoderOptions, Weights, bucket};
 use crate::loaded::LoadedModel;
 use crate::request::Event;
 use crate::sequence::Place;
@@ -90,7 +90,11 @@ impl Engine {
         engine.limits.share_prefixes = false;
         let gpu = weights.gpu().clone();
         let layers: Vec<LayerConfig> = engine.layers.clone();
-        let slots = if limits.max_running == usize::MAX { SLOTS } else { limits.max_running };
+        let most = if limits.max_running == usize::MAX { SLOTS } else { limits.max_running };
+        // A step's rows are padded to the next size that steps are prepared for.
+        let why = || format!("the GPU decodes up to {CHUNK} requests at once, not {most}");
+        let slots = bucket(most).ok_or_else(|| Error::Limit { option: "max_running", why: why() })?;
+        engine.limits.max_running = most;
         let free = gpu.memory()?.0;
         let decoder_options = DecoderOptions { most_batch: slots, invariant: false };
         let bytes = limits.kv_memory.unwrap_or((free as f64 * SHARE) as usize);

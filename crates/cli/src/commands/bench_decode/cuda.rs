@@ -13,7 +13,7 @@ use crate::session::{self, Located};
 use crate::table::{Align, Table};
 use crate::{output, progress, units};
 use anyhow::Result;
-use kvant_engine::cuda::{Decoder, DecoderOptions, Shape, Weights};
+use kvant_engine::cuda::{Decoder, DecoderOptions, Shape, Weights, bucket};
 use kvant_engine::model::{Basis, Config};
 use kvant_engine::{Distribution, Error, LoadedModel, Source};
 use kvant_kv::cuda::{Gpu, GpuCache, GpuOptions, OutFormat};
@@ -150,8 +150,10 @@ impl Bench<'_> {
         let layers: Vec<LayerConfig> =
             self.schemes.iter().enumerate().map(|(i, &scheme)| config.layer(i, scheme)).collect();
         let weights = self.from.weights(&self.gpu)?;
+        let why = || format!("{batch} rows are more than a step has");
+        let slots = bucket(batch).ok_or_else(|| Error::Limit { option: "batch", why: why() })?;
         let options = GpuOptions {
-            slots: batch,
+            slots,
             max_tokens: tokens,
             bytes: usize::MAX,
             out: OutFormat::Bf16,

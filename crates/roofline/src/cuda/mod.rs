@@ -4,6 +4,8 @@
 //! A contestant is captured once as a graph of many launches, each over another copy of its data so that none finds it in the
 //! second-level cache; a round replays every contestant's graph once, and an event before and behind it reads the card's clock.
 
+pub mod survey;
+
 use crate::Timing;
 use kvant_kv::Error;
 use kvant_kv::cuda::cudarc::driver::{CudaFunction, CudaGraph, CudaSlice, DevicePtr, LaunchConfig, PushKernelArg, sys};
