@@ -383,6 +383,9 @@ pub struct DecodeArgs {
     /// Model: a name or a path to a .gguf file or a model folder
     #[arg(long, value_name = "MODEL", default_value = models::DEFAULT)]
     pub model: String,
+    /// GPU: random weights in place of a model: qwen3-4b, smollm2-135m, or a file with a shape
+    #[arg(long, value_name = "CONFIG", conflicts_with = "model")]
+    pub random_weights: Option<String>,
     /// Requests decoded together, comma-separated
     #[arg(long, allow_negative_numbers = true, value_name = "N1,N2,..", default_value = "1,4,16", value_delimiter = ',', value_parser = parse_count)]
     pub batch: Vec<usize>,

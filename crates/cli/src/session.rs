@@ -5,6 +5,7 @@ use crate::args::ArmName;
 use crate::failure::{Failure, SCHEME_HINT};
 use crate::{models, output, progress};
 use anyhow::Result;
+use kvant_engine::cuda::Weights;
 use kvant_engine::model::Config;
 use kvant_engine::tokenizer::Tokenizer;
 use kvant_engine::{
@@ -181,6 +182,48 @@ pub fn limited_engine(
 ) -> Result<Engine> {
     let options = EngineOptions { threads, kernel: kernel.map(str::to_string), arm, schemes, limits };
     Ok(Engine::new(model.clone(), options).map_err(Failure::from)?)
+}
+
+/// A model's tokenizer and numbers, and its weights on the GPU, with a bar.
+///
+/// # Errors
+/// [`Failure`] for a model that cannot be used, or not on a GPU, and for a machine without one.
+pub fn load_on_gpu(model: &Located) -> Result<(Arc<LoadedModel>, Weights)> {
+    let gpu = kvant_kv::cuda::Gpu::open(0).map_err(Failure::from)?;
+    let source = Source::open(&model.path).map_err(Failure::from)?;
+    let loaded = LoadedModel::without_weights(&source, &model.path).map_err(Failure::from)?;
+    let bar = progress::percent("load the model");
+    let weights = Weights::load(&gpu, &source, &|done, all| {
+        bar.set_length(all);
+        bar.set_position(done);
+    });
+    bar.finish_and_clear();
+    Ok((Arc::new(loaded), weights.map_err(Failure::from)?))
+}
+
+/// A model and an engine over it on the device that flags name.
+///
+/// # Errors
+/// [`Failure`] for a model or an engine that cannot be had there.
+pub fn model_and_engine(
+    machine: &crate::args::Machine,
+    located: &Located,
+    kernel: Option<&str>,
+    arm: Arm,
+    schemes: Schemes,
+    limits: Limits,
+) -> Result<(Arc<LoadedModel>, Engine)> {
+    if machine.on_gpu()? {
+        let (model, weights) = load_on_gpu(located)?;
+        let kernel = kernel.map(str::to_string);
+        let options = EngineOptions { threads: machine.host_threads(), kernel, arm, schemes, limits };
+        let engine = Engine::on_card(model.clone(), weights, options).map_err(Failure::from)?;
+        return Ok((model, engine));
+    }
+    let threads = machine.threads()?;
+    let model = load(located, threads)?;
+    let engine = limited_engine(&model, threads, kernel, arm, schemes, limits)?;
+    Ok((model, engine))
 }
 
 /// Tokens of prompts, each in the chat template when `chat`.

@@ -2,6 +2,7 @@
 //! Rooms: steps.rs (schedule, run the model, choose tokens), room.rs (memory).
 //! NOT here: the rules of each part (scheduler.rs, model/, sampler.rs, kvant-kv).
 
+mod card;
 mod room;
 mod steps;
 
@@ -63,6 +64,9 @@ pub struct Engine {
     every_row: Option<EveryRow>,
     logits: Vec<f32>,
     decode: DecodeTime,
+    /// Weights and cache on a GPU; then the CPU's cache stays empty.
+    card: Option<card::Card>,
+    held_on_card: CacheBytes,
 }
 
 /// Time spent decoding: steps that give each running request one token.
@@ -146,6 +150,8 @@ impl Engine {
             every_row: None,
             logits: Vec::new(),
             decode: DecodeTime::default(),
+            card: None,
+            held_on_card: CacheBytes::default(),
         })
     }
 
@@ -156,6 +162,9 @@ impl Engine {
 
     /// Name of the attention kernel in use.
     pub fn kernel(&self) -> &'static str {
+        if self.card.is_some() {
+            return "cuda-mma";
+        }
         self.attention.kernel()
     }
 
@@ -171,7 +180,7 @@ impl Engine {
 
     /// Name of the kernel that multiplies with the weights.
     pub fn products(&self) -> &'static str {
-        self.loaded.model().products()
+        if self.card.is_some() { "bf16" } else { self.loaded.products() }
     }
 
     /// How the cache stores each layer, asked from the cache itself: f16 under the `f16` arm and bf16
@@ -189,11 +198,17 @@ impl Engine {
 
     /// What the cache holds.
     pub fn cache_bytes(&self) -> CacheBytes {
+        if let Some(card) = &self.card {
+            return card.bytes();
+        }
         self.cache.bytes()
     }
 
     /// Attention calls by route since the last reset.
     pub fn routes(&self) -> &BTreeMap<String, u64> {
+        if let Some(card) = &self.card {
+            return card.routes();
+        }
         self.attention.routes()
     }
 
@@ -205,6 +220,9 @@ impl Engine {
     /// Forgets routes and decode time.
     pub fn reset_counters(&mut self) {
         self.attention.reset_routes();
+        if let Some(card) = &mut self.card {
+            card.forget_routes();
+        }
         self.decode = DecodeTime::default();
     }
 
@@ -249,7 +267,8 @@ impl Engine {
                 return Err(Error::Stopped);
             }
         }
-        let (cache, routes, decode) = (self.cache_bytes(), self.routes().clone(), self.decode);
+        let cache = if self.card.is_some() { self.held_on_card } else { self.cache_bytes() };
+        let (routes, decode) = (self.routes().clone(), self.decode);
         let outcomes = self.take_finished()?.into_iter().map(|(_, outcome)| outcome).collect();
         Ok(Generation { outcomes, decode, routes, cache })
     }
@@ -280,7 +299,7 @@ impl Engine {
     pub fn add(&mut self, request: Request) -> Result<usize, Error> {
         let number = self.next_request;
         self.check(number, &request)?;
-        if let Some(budget) = self.limits.kv_memory {
+        if let Some(budget) = self.limits.kv_memory.filter(|_| self.card.is_none()) {
             // The newest token is chosen and not stored.
             let prompt = request.prompt.len();
             let tokens = prompt.saturating_add(request.max_tokens - 1).min(self.loaded.config().context);
@@ -314,7 +333,7 @@ impl Engine {
             swapped: 0,
             requests: Vec::with_capacity(self.sequences.len()),
             budget_bytes: self.limits.kv_memory,
-            bytes: self.cache.bytes(),
+            bytes: self.cache_bytes(),
             swapped_bytes: 0,
             blocks_used: self.cache.blocks().0,
             blocks_shared: self.cache.blocks().1,
@@ -326,6 +345,10 @@ impl Engine {
         };
         let free = self.limits.kv_memory.map(|budget| budget.saturating_sub(self.cache.held_bytes()));
         status.blocks_free = free.map(|free| free / self.cache.largest_block_bytes());
+        if let Some(card) = &self.card {
+            let (free, all) = card.pages();
+            (status.blocks_used, status.blocks_free) = (all - free, Some(free));
+        }
         for s in &self.sequences {
             let state = s.state();
             let bytes = match &s.place {
@@ -336,6 +359,10 @@ impl Engine {
                 Place::Cache(id) => {
                     status.running += 1;
                     self.cache.sequence_bytes(*id).unwrap_or(0)
+                }
+                Place::Slot(_) => {
+                    status.running += 1;
+                    0
                 }
                 Place::Out(swapped) => {
                     status.swapped += 1;
@@ -361,7 +388,8 @@ impl Engine {
         let Self { loaded, pool, cache, attention, tape, every_row, logits, .. } = self;
         let tape = tape.as_mut().map(|tape| tape as &mut dyn StoredRows);
         let stored = tape.or(every_row.as_mut().map(|codec| codec as &mut dyn StoredRows));
-        pool.run(|| loaded.model().forward(&step, cache, attention, stored, logits))?;
+        let model = loaded.model()?;
+        pool.run(|| model.forward(&step, cache, attention, stored, logits))?;
         Ok(&self.logits)
     }
 
@@ -384,6 +412,9 @@ impl Engine {
     /// # Errors
     /// None in practice; those of the cache.
     pub fn clear(&mut self) -> Result<(), Error> {
+        if let Some(card) = &mut self.card {
+            self.sequences.iter().filter_map(Sequence::slot).try_for_each(|slot| card.free(slot))?;
+        }
         self.sequences.clear();
         self.done.clear();
         self.prefixes = Prefixes::default();

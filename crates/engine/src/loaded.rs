@@ -14,7 +14,9 @@ use std::path::{Path, PathBuf};
 /// A model in memory: weights, tokenizer, chat template. Engines share it.
 pub struct LoadedModel {
     path: PathBuf,
-    model: Model,
+    config: Config,
+    /// None: its weights are elsewhere, on a GPU.
+    model: Option<Model>,
     tokenizer: Option<Tokenizer>,
     chat: Option<ChatTemplate>,
 }
@@ -38,12 +40,30 @@ impl LoadedModel {
         source.config()?;
         let (tokenizer, chat) = (source.tokenizer()?, source.chat_template()?);
         let model = pool.run(|| Model::load(&source, threads, products, progress))?;
-        Ok(Self { path: path.into(), model, tokenizer, chat })
+        Ok(Self { path: path.into(), config: model.config().clone(), model: Some(model), tokenizer, chat })
     }
 
-    /// Its weights.
-    pub(crate) fn model(&self) -> &Model {
-        &self.model
+    /// The same without weights: for an engine that has them on a GPU ([`crate::Engine::on_card`]).
+    ///
+    /// # Errors
+    /// As [`LoadedModel::load`].
+    pub fn without_weights(source: &Source, path: &Path) -> Result<Self, Error> {
+        let (tokenizer, chat) = (source.tokenizer()?, source.chat_template()?);
+        Ok(Self { path: path.into(), config: source.config()?, model: None, tokenizer, chat })
+    }
+
+    /// A model of these numbers with nothing else: no file, no weights, no tokenizer.
+    pub fn of_config(config: Config) -> Self {
+        Self { path: PathBuf::new(), config, model: None, tokenizer: None, chat: None }
+    }
+
+    /// Its weights in the machine's memory.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] when they are on a GPU.
+    pub(crate) fn model(&self) -> Result<&Model, Error> {
+        let none = || Error::Kv(kvant_kv::Error::Gpu { why: "this needs weights in the machine's memory".into() });
+        self.model.as_ref().ok_or_else(none)
     }
 
     /// SHA-256 of everything that says what the model computes: of its file, or of a folder's config and weights, by name.
@@ -77,12 +97,12 @@ impl LoadedModel {
 
     /// The numbers of the model.
     pub fn config(&self) -> &Config {
-        self.model.config()
+        &self.config
     }
 
     /// Name of the kernel that multiplies with the weights ([`Model::products`]).
     pub fn products(&self) -> &'static str {
-        self.model.products()
+        self.model.as_ref().map_or("bf16", Model::products)
     }
 
     /// Its tokenizer.

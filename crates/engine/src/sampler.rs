@@ -67,6 +67,11 @@ impl Sampler {
         Ok(Self { sampling, random: ChaCha8Rng::seed_from_u64(sampling.seed) })
     }
 
+    /// Whether it takes the likeliest token.
+    pub fn is_greedy(&self) -> bool {
+        self.sampling.temperature == 0.0
+    }
+
     /// The token after `position`.
     ///
     /// # Errors

@@ -150,7 +150,7 @@ impl Schemes {
     }
 
     /// The bases for layers of this shape: lists of loud channels completed to orders of all channels. Checked before.
-    pub(crate) fn complete_bases(&self, shape: &LayerShape) -> Vec<Basis> {
+    pub fn complete_bases(&self, shape: &LayerShape) -> Vec<Basis> {
         let complete = |basis: &Basis| {
             let orders = basis.key_order.as_ref().map(|orders| {
                 orders.iter().map(|first| order_with_first(first, shape.head_dim)).collect::<Vec<_>>().into()

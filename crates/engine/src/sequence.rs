@@ -17,6 +17,8 @@ pub enum Place {
     Waiting,
     /// In the cache.
     Cache(SeqId),
+    /// In this slot of the GPU's cache.
+    Slot(usize),
     /// Moved out of it.
     Out(Swapped),
 }
@@ -87,7 +89,7 @@ impl Sequence {
     pub fn state(&self) -> State {
         let phase = match self.place {
             Place::Waiting => Phase::Waiting,
-            Place::Cache(_) => Phase::Running,
+            Place::Cache(_) | Place::Slot(_) => Phase::Running,
             Place::Out(_) => Phase::Swapped,
         };
         State { phase, tokens: self.tokens.len(), stored: self.stored, served: self.served }
@@ -99,6 +101,24 @@ impl Sequence {
             Place::Cache(id) => Some(id),
             _ => None,
         }
+    }
+
+    /// Its slot in the GPU's cache, if it is there.
+    pub fn slot(&self) -> Option<usize> {
+        match self.place {
+            Place::Slot(slot) => Some(slot),
+            _ => None,
+        }
+    }
+
+    /// Tokens that it stores at most: the newest one is chosen and not stored.
+    pub fn most_tokens(&self, context: usize) -> usize {
+        self.prompt.saturating_add(self.max_tokens - 1).min(context)
+    }
+
+    /// Whether its next token is the likeliest one, and nobody asks how likely.
+    pub fn takes_likeliest(&self) -> bool {
+        self.logprobs.is_none() && self.sampler.is_greedy()
     }
 
     /// It holds no kept page any more; returns those that it did.
@@ -136,13 +156,28 @@ impl Sequence {
         events: &mut Vec<Event>,
     ) -> Result<(), Error> {
         let token = self.sampler.choose(logits, self.stored - 1)?;
+        self.accept(token, Some(logits), tokenizer, context, events)
+    }
+
+    /// Takes its next token, and ends if it is to end. `logits`: for those who ask how likely it was.
+    ///
+    /// # Errors
+    /// None today.
+    pub fn accept(
+        &mut self,
+        token: u32,
+        logits: Option<&[f32]>,
+        tokenizer: Option<&Tokenizer>,
+        context: usize,
+        events: &mut Vec<Event>,
+    ) -> Result<(), Error> {
         self.ttft.get_or_insert_with(|| self.started.elapsed());
         let request = self.request;
         if !self.ignore_end && tokenizer.is_some_and(|t| t.is_end(token)) {
             self.finish(FinishReason::Stop, events);
             return Ok(());
         }
-        let logprobs = self.logprobs.map(|top| logprobs(logits, token, top));
+        let logprobs = self.logprobs.zip(logits).map(|(top, logits)| logprobs(logits, token, top));
         self.tokens.push(token);
         let whole = tokenizer.map_or_else(String::new, |t| self.stream.push(&t.bytes(token)));
         let (text, stopped) = self.stops.push(&whole);

@@ -4,6 +4,7 @@
 //! NOT here: decoding (the engine), the proof, the processes.
 
 mod arm_process;
+mod cuda;
 mod proof;
 
 use super::check_kernel;
@@ -53,6 +54,13 @@ struct Row {
 
 /// Runs the command.
 pub fn run(args: &DecodeArgs) -> Result<()> {
+    if args.machine.on_gpu()? {
+        return cuda::run(args);
+    }
+    if args.random_weights.is_some() {
+        let hint = "add --device cuda, or leave it out";
+        return Err(Failure::input("--random-weights fills a model on a GPU only", hint).into());
+    }
     let threads = args.machine.threads()?;
     check_kernel(args.kernel.as_deref())?;
     let scheme = packed_scheme(&args.kv)?;

@@ -5,6 +5,7 @@
 //! before anything is timed their results are compared: to the bit where the design promises bits.
 //! NOT here: the questions themselves (one file each), the clock (kvant-roofline), attention (kvant-kv).
 
+pub mod cuda;
 pub mod layers;
 pub mod passes;
 pub mod requests;

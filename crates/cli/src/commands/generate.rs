@@ -9,7 +9,7 @@ use crate::{output, rss, units};
 use anyhow::Result;
 use kvant_engine::model::Config;
 use kvant_engine::schemes::files_of;
-use kvant_engine::{Engine, Error, Event, Generation, Outcome, Request, Sampling};
+use kvant_engine::{Engine, Error, Event, Generation, Limits, Outcome, Request, Sampling};
 use kvant_kv::Scheme;
 use kvant_roofline::cost::resident_bytes;
 use serde::Serialize;
@@ -54,7 +54,11 @@ struct CacheReport {
 /// Runs the command.
 pub fn run(args: &GenerateArgs) -> Result<()> {
     // Cheap checks come before the model is loaded.
-    let threads = args.machine.threads()?;
+    let on_gpu = args.machine.on_gpu()?;
+    if on_gpu && (args.save_cache.is_some() || args.restore_cache.is_some()) {
+        let hint = "leave --device cuda out, or the cache's file";
+        return Err(Failure::input("caches are saved and restored on the CPU only", hint).into());
+    }
     check_kernel(args.kernel.as_deref())?;
     let prompts = prompts(args)?;
     session::check_text(args.cache.kv.as_deref())?;
@@ -66,8 +70,8 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     }
     let (schemes, arm) = session::schemes_and_arm(args.cache.kv.as_deref(), args.cache.arm, located.config.layers)?;
     session::check_schemes(&schemes, &located.config)?;
-    let model = session::load(&located, threads)?;
-    let mut engine = session::engine(&model, threads, args.kernel.as_deref(), arm, schemes)?;
+    let (kernel, limits) = (args.kernel.as_deref(), Limits::default());
+    let (model, mut engine) = session::model_and_engine(&args.machine, &located, kernel, arm, schemes, limits)?;
     let tokens = session::tokens(&model, &prompts, args.chat)?;
     let mut prefill = Prefill::new(&tokens);
     if let Some(path) = &args.save_cache {

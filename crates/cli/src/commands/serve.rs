@@ -28,14 +28,14 @@ const TOLD_TWICE: i32 = 1;
 /// Runs the command.
 pub fn run(args: &ServeArgs) -> Result<()> {
     // Cheap checks come before the model is loaded.
-    let threads = args.machine.threads()?;
+    let on_gpu = args.machine.on_gpu()?;
     check_kernel(args.kernel.as_deref())?;
     session::check_text(args.cache.kv.as_deref())?;
     let api_key = api_key(args.api_key.clone(), std::env::var_os(KEY))?;
     if let Some(folder) = &args.swap_dir {
         check_folder(folder)?;
     }
-    let kv_memory = kv_memory(args.kv_memory)?;
+    let kv_memory = if on_gpu { args.kv_memory } else { Some(kv_memory(args.kv_memory)?) };
     let located = session::locate(&args.model)?;
     let (schemes, arm) = session::schemes_and_arm(args.cache.kv.as_deref(), args.cache.arm, located.config.layers)?;
     if arm == Arm::DequantOnce {
@@ -50,17 +50,18 @@ pub fn run(args: &ServeArgs) -> Result<()> {
     start_log(args.log_format);
     log_panics();
 
-    let model = session::load(&located, threads)?;
     let limits = Limits {
-        kv_memory: Some(kv_memory),
+        kv_memory,
         max_running: args.max_requests,
         step_tokens: args.step_tokens,
-        share_prefixes: !args.no_prefix_sharing,
+        // On a GPU nothing is shared yet.
+        share_prefixes: !args.no_prefix_sharing && !on_gpu,
         swap: args.swap_dir.clone(),
         // A long prompt is to hold nobody up.
         prompts_first: false,
     };
-    let engine = session::limited_engine(&model, threads, args.kernel.as_deref(), arm, schemes, limits)?;
+    let kernel = args.kernel.as_deref();
+    let (model, engine) = session::model_and_engine(&args.machine, &located, kernel, arm, schemes, limits)?;
     let options = Options {
         scheme: engine.schemes().map_err(Failure::from)?.to_string(),
         max_running: args.max_requests,

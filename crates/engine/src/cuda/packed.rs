@@ -58,8 +58,7 @@ impl StepCache for GpuCache {
         out: &mut CudaSlice<bf16>,
         scale: f32,
     ) -> Result<(), Error> {
-        let _ = (layer, q, out, scale);
-        Err(Error::Gpu { why: "attention of prompts over this cache is not on the GPU yet".into() })
+        GpuCache::attend_prefill(self, layer, q, out, scale)
     }
 
     fn end_prefill(&mut self) -> Result<(), Error> {

@@ -90,6 +90,11 @@ impl<C: StepCache> Decoder<C> {
         &mut self.cache
     }
 
+    /// Bytes of the weights.
+    pub fn weight_bytes(&self) -> usize {
+        self.weights.bytes()
+    }
+
     /// Most rows of a batch.
     pub fn most_batch(&self) -> usize {
         self.options.most_batch

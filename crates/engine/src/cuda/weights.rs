@@ -129,6 +129,11 @@ impl Weights {
         Ok(Self { gpu: gpu.clone(), kernels, config, layers, norm, embedding, head })
     }
 
+    /// The card that they are on.
+    pub fn gpu(&self) -> &Arc<Gpu> {
+        &self.gpu
+    }
+
     /// The model's numbers.
     pub fn config(&self) -> &Config {
         &self.config

@@ -97,7 +97,7 @@ impl Outlook for View<'_> {
                 let most = self.cache.bytes_to_reach(tokens, tokens, rows);
                 most.saturating_sub(self.cache.sequence_bytes(id).unwrap_or(0))
             }
-            Place::Waiting | Place::Out(_) => {
+            Place::Waiting | Place::Slot(_) | Place::Out(_) => {
                 let most = self.cache.bytes_to_reach(tokens + HEADROOM, tokens, rows);
                 let most = if let Place::Out(swapped) = &sequence.place { most.max(swapped.bytes) } else { most };
                 // Pages that nobody uses count as free; those in use are there for this one too.

@@ -44,6 +44,9 @@ impl Engine {
     }
 
     fn try_step(&mut self, events: &mut Vec<Event>) -> Result<(), Error> {
+        if self.card.is_some() {
+            return self.step_on_card(events);
+        }
         let Moves { out, enter } = scheduler::moves(&self.states(), &self.bounds(), &self.view());
         let mut failed = Vec::new();
         for i in out {
@@ -137,7 +140,7 @@ impl Engine {
     }
 
     /// Ends these requests, each for its reason.
-    fn fail(&mut self, mut failed: Vec<(usize, Error)>, events: &mut Vec<Event>) -> Result<(), Error> {
+    pub(super) fn fail(&mut self, mut failed: Vec<(usize, Error)>, events: &mut Vec<Event>) -> Result<(), Error> {
         // From the last on, so that the places of the others stay.
         failed.sort_by_key(|(i, _)| std::cmp::Reverse(*i));
         for (i, e) in failed {
@@ -187,7 +190,7 @@ impl Engine {
         self.prefixes.give_back(&s.leave_pages());
         match std::mem::replace(&mut s.place, to) {
             Place::Cache(id) => Ok(self.cache.remove_sequence(id)?),
-            Place::Waiting | Place::Out(_) => Ok(()),
+            Place::Waiting | Place::Slot(_) | Place::Out(_) => Ok(()),
         }
     }
 
@@ -321,6 +324,9 @@ impl Engine {
     /// Frees all that a request holds.
     pub(super) fn forget(&mut self, sequence: Sequence) -> Result<(), Error> {
         self.prefixes.give_back(&sequence.uses);
+        if let (Some(slot), Some(card)) = (sequence.slot(), self.card.as_mut()) {
+            return card.free(slot);
+        }
         match sequence.id() {
             Some(id) => Ok(self.cache.remove_sequence(id)?),
             None => Ok(()),

@@ -128,7 +128,7 @@ fn follow(
             let batch = [Rows { seq, rows: tokens.len() }];
             let step = Step { batch: &batch, tokens, positions: &positions, wanted: &[], bases: &bases };
             taken.begin(start);
-            pool.run(|| model.model().forward(&step, &mut cache, &mut attention, Some(&mut *taken), &mut Vec::new()))?;
+            pool.run(|| model.model()?.forward(&step, &mut cache, &mut attention, Some(&mut *taken), &mut Vec::new()))?;
             done += tokens.len();
             progress(Progress::Followed, done, all);
         }

@@ -88,7 +88,7 @@ impl Session {
         mut loudness: Option<&mut Vec<Loudness>>,
     ) -> Result<(), Error> {
         let Self { model, pool, attention, tokens, scored, entering, base, .. } = self;
-        let model = model.model();
+        let model = model.model()?;
         let (layers, hidden, shape) = (schemes.len(), model.config().hidden, model.config().shape);
         let configs: Vec<_> = schemes.iter().enumerate().map(|(i, &scheme)| model.config().layer(i, scheme)).collect();
         let mut cache = Cache::new(&configs, Arm::Fused)?;

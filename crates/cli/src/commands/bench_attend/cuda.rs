@@ -158,7 +158,7 @@ impl Subject {
             at = end;
         }
         let error = Self::error(gpu, &mut cache, slots[0], scheme, shape, longest, inputs, &upload)?;
-        cache.spread(slots[0])?;
+        cache.spread(slots[0], true)?;
         for (&slot, &len) in slots.iter().zip(lens) {
             cache.set_len(slot, len - 1)?;
         }

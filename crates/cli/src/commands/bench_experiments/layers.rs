@@ -46,6 +46,9 @@ const QUICK: Sizes = Sizes { layers: &[2, 5], kv_heads: &[2], ratios: &[1, 4], k
 /// # Errors
 /// [`Failure`] for bad input, too little memory, or a call that differs from the loop in a bit.
 pub fn run(args: &ExperimentArgs) -> Result<()> {
+    if args.machine.on_gpu()? {
+        return super::cuda::run(args, super::cuda::Question::Layers);
+    }
     let lab = Lab::new(args, "f16,k4v4g64")?;
     let sizes = if lab.quick { QUICK } else { SIZES };
     let mut rows = Vec::new();

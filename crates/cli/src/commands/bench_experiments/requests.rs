@@ -43,6 +43,9 @@ struct Row {
 /// # Errors
 /// [`crate::failure::Failure`] for bad input, too little memory, or a split that changes a bit.
 pub fn run(args: &ExperimentArgs) -> Result<()> {
+    if args.machine.on_gpu()? {
+        return super::cuda::run(args, super::cuda::Question::Requests);
+    }
     let lab = Lab::new(args, "f16,k4v4g64")?;
     let (steps, head_tokens): (&[_], _) =
         if lab.quick { (&QUICK_STEPS, QUICK_HEAD_TOKENS) } else { (&STEPS, HEAD_TOKENS) };

@@ -47,6 +47,9 @@ struct Row {
 /// # Errors
 /// [`Failure`] for bad input or too little memory.
 pub fn run(args: &ExperimentArgs) -> Result<()> {
+    if args.machine.on_gpu()? {
+        return super::cuda::run(args, super::cuda::Question::Stacking);
+    }
     let lab = Lab::new(args, "f16,k4v4g64")?;
     let (layers, kv_lens): (&[usize], &[usize]) =
         if lab.quick { (&[2, 5], &[128, 600]) } else { (&[28, 32, 48, 80], &[128, 2048, 16384]) };

@@ -37,7 +37,7 @@ struct Params {
     const u32* slots;          // [batch]
     const u32* first_visible;  // [batch], null: 0
     const u32* table;          // page numbers: [slot][table_len]
-    const u32* plan;           // [batch + 1]
+    const u32* plan;           // [batch + 2]
     float* partials;           // [slots of splits][PARTIAL]
     u32* counters;             // [layers][batch][heads], 0 between launches
     Rule rule;
@@ -48,6 +48,7 @@ struct Params {
     float scale;     // of scores, times log2(e)
     float softcap;   // times log2(e)
     u32 partial_stride;  // slots of one layer
+    u32 pass;            // query heads of a row, at most HEADS
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "as the launcher has it (mod.rs)");
 
@@ -342,7 +343,11 @@ DEVICE void run_units(State& s, const Params& p, u32 layer, const R& row, u32 be
 #if SOFTCAP
             cap_scores<TILES>(c, unit_of_c, b0, b1, p.softcap);
 #endif
-            if (first < from) mask<TILES>(c, first + part * PART_LEN, from, row.e.len, g);
+            if (first < from) {
+                // Hardly ever: the statement keeps it a branch.
+                asm volatile("" ::: "memory");
+                mask<TILES>(c, first + part * PART_LEN, from, row.e.len, g);
+            }
             u32 w[TILES][2];
             softmax<TILES>(s, c, unit_of_c, b0, b1, w);
             add_part(s, w, st + K_PARAM_BYTES + K_CODE_BYTES, st + K_PARAM_BYTES + K_CODE_BYTES + V_CODE_BYTES, lane, g, t);
@@ -442,12 +447,16 @@ struct Total {
 };
 DEVICE Total total_of(const float* partials, const Item& it, u32 head, float extra, u32 lane) {
     auto at = [&](u32 i) { return partials + (u64)(i == 0 ? it.zero_slot : it.first_slot + i * it.slot_step) * PARTIAL + HEADS * HEAD_DIM; };
-    float m = extra;
-    for (u32 i = lane; i < it.splits; i += 32) m = fmaxf(m, __ldcg(at(i) + head));
+    float m = extra, own_m = NOTHING, own_sum = 0.0f;
+    for (u32 i = lane; i < it.splits; i += 32) {
+        const float x = __ldcg(at(i) + head), sum = __ldcg(at(i) + HEADS + head), n = fmaxf(own_m, x);
+        own_sum = own_sum * exp2_approx(own_m - n) + sum * exp2_approx(x - n);
+        own_m = n;
+    }
+    m = fmaxf(m, own_m);
 #pragma unroll
     for (int o = 16; o; o >>= 1) m = fmaxf(m, __shfl_xor_sync(FULL, m, o));
-    float sum = 0.0f;
-    for (u32 i = lane; i < it.splits; i += 32) sum += exp2_approx(__ldcg(at(i) + head) - m) * __ldcg(at(i) + HEADS + head);
+    float sum = own_sum * exp2_approx(own_m - m);
 #pragma unroll
     for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(FULL, sum, o);
     return {m, 1.0f / (sum + exp2_approx(extra - m))};
@@ -470,8 +479,8 @@ struct Heads {
     u64 at;
 };
 DEVICE Heads heads_of(const Params& p, const Item& it, u32 layer) {
-    const u32 block = it.head % p.head_blocks * HEADS, first = it.head / p.head_blocks * p.ratio + block;
-    return {first, min((u32)HEADS, p.ratio - block), (((u64)layer * p.batch + it.request) * p.kv_heads * p.ratio + first) * HEAD_DIM};
+    const u32 block = it.head % p.head_blocks * p.pass, first = it.head / p.head_blocks * p.ratio + block;
+    return {first, min(p.pass, p.ratio - block), (((u64)layer * p.batch + it.request) * p.kv_heads * p.ratio + first) * HEAD_DIM};
 }
 
 // Writes an item's result: the row's, or a partial one, and when it was the row's last one, the merged result.
@@ -556,22 +565,25 @@ DEVICE void finish_item(const Params& p, const volatile Item& kept, const State&
             }
 }
 
-// Which item comes next for this block, if any. `piece` .. `piece_end` are what is left of it (balanced), or the next piece.
-DEVICE bool next_item(Item& it, u32& piece, u32 pieces, const Params& p, Row& row, u32 lane) {
+// Which item comes next for this block, if any; `piece` becomes the one after it.
+DEVICE bool next_item(Item& it, u32& piece, const Glance& seen, const Params& p, Row& row) {
     const u32 heads = p.kv_heads * p.head_blocks, c = blockIdx.x, grid = gridDim.x;
-    const u32 quota = (pieces + grid - 1) / grid;
-    const u32 stop = p.chunk ? pieces : min(pieces, (c + 1) * quota);
+    const bool balanced = p.chunk == 0 && seen.cut == 0;
+    const u32 quota = (seen.pieces + grid - 1) / grid;
+    const u32 stop = balanced ? min(seen.pieces, (c + 1) * quota) : seen.pieces;
     if (piece >= stop) return false;
-    it.request = request_of(p.plan, p.batch, piece, lane);
-    const u32 before = p.plan[it.request], of_row = (p.plan[it.request + 1] - before) / heads;
-    it.head = (piece - before) / of_row;
-    const u32 start = before + it.head * of_row, at = piece - start;
-    row.e = extent_of(p.rule, p.lens[it.request], p.first_visible ? p.first_visible[it.request] : 0, K_BITS != 16);
-    row.slot = p.slots[it.request];
+    const Request r = request_of(seen, p.plan, p.lens, p.slots, p.first_visible, p.batch, piece);
+    const u32 of_row = (r.after - r.before) / heads;
+    it.request = r.number;
+    it.head = (piece - r.before) / of_row;
+    const u32 start = r.before + it.head * of_row, at = piece - start;
+    row.e = extent_of(p.rule, r.len, r.first, K_BITS != 16);
+    row.slot = r.slot;
     row.kv_head = it.head / p.head_blocks;
-    if (p.chunk) {
-        it.begin = at * p.chunk;
-        it.end = min(it.begin + p.chunk, row.e.units());
+    if (!balanced) {
+        const u32 units = row.e.units();
+        it.begin = p.chunk ? at * p.chunk : (u32)((u64)units * at / of_row);
+        it.end = p.chunk ? min(it.begin + p.chunk, units) : (u32)((u64)units * (at + 1) / of_row);
         it.split = at, it.splits = of_row, it.slot = piece;
         it.zero_slot = it.first_slot = start, it.slot_step = 1;
         piece += grid;
@@ -612,9 +624,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     for (bool first = true;; first = false) {
         Item it;
         Row row;
-        const u32 pieces = p.plan[p.batch];
-        u32 piece = !first ? kept.piece : p.chunk ? blockIdx.x : blockIdx.x * ((pieces + gridDim.x - 1) / gridDim.x);
-        if (!next_item(it, piece, pieces, p, row, lane)) break;
+        const Glance seen = glance(p.plan, p.lens, p.slots, p.first_visible, p.batch, lane);
+        const bool balanced = p.chunk == 0 && seen.cut == 0;
+        u32 piece = !first ? kept.piece : balanced ? blockIdx.x * ((seen.pieces + gridDim.x - 1) / gridDim.x) : blockIdx.x;
+        if (!next_item(it, piece, seen, p, row)) break;
         // Every warp has read what is kept before it is written anew.
         __syncthreads();
         if (threadIdx.x == 0) keep(kept, it, row, piece);

@@ -4,6 +4,7 @@
 
 #[cfg(test)]
 mod parity;
+pub(crate) mod prefill;
 
 use crate::Error;
 use crate::cache::cuda::layout::RecordShape;
@@ -65,6 +66,7 @@ pub(crate) struct Params {
     pub scale: f32,
     pub softcap: f32,
     pub partial_stride: u32,
+    pub pass: u32,
 }
 // SAFETY: plain numbers, laid out as C does.
 unsafe impl DeviceRepr for Params {}
@@ -187,10 +189,10 @@ impl Kernel {
         gpu.multiprocessors() * self.config.blocks_per_sm
     }
 
-    /// Launches it for `layers` layers, `params.layer` being the first one's.
-    pub(crate) fn launch(&self, gpu: &Gpu, params: &Params, layers: usize) -> Result<(), Error> {
+    /// Launches it for `layers` layers, `params.layer` being the first one's, on so many blocks each.
+    pub(crate) fn launch(&self, gpu: &Gpu, params: &Params, layers: usize, blocks: usize) -> Result<(), Error> {
         let config = LaunchConfig {
-            grid_dim: (self.blocks(gpu) as u32, layers as u32, 1),
+            grid_dim: (blocks as u32, layers as u32, 1),
             block_dim: (self.config.warps as u32 * 32, 1, 1),
             shared_mem_bytes: self.config.shared as u32,
         };

@@ -107,14 +107,22 @@ fn step(
     gpu.stream().clone_dtoh(&out).unwrap()
 }
 
-/// The oracle's result for the last token, over the CPU's cache of the same tokens; and that cache.
+/// The oracle's result for the case's rows, over the CPU's cache of the same tokens; and that cache.
 fn oracle(case: &Case, k: &[f16], v: &[f16], q: &[f16]) -> (Vec<f64>, Cache) {
     let shape = LayerShape::new(case.q_heads, case.kv_heads, case.head_dim).unwrap();
     let scheme = case.scheme.parse().unwrap();
     let mut cache = Cache::new(&[LayerConfig { shape, scheme, visible: case.visible }], Arm::Fused).unwrap();
     let seq = cache.add_sequence();
-    let rows = [Rows { seq, rows: k.len() / shape.row_len() }];
-    cache.append(0, &rows, &k.to_f32_vec(), &v.to_f32_vec()).unwrap();
+    let (row, tokens) = (shape.row_len(), k.len() / shape.row_len());
+    let past = tokens - case.rows;
+    let (k, v) = (k.to_f32_vec(), v.to_f32_vec());
+    if past > 0 {
+        let rows = [Rows { seq, rows: past }];
+        cache.append(0, &rows, &k[..past * row], &v[..past * row]).unwrap();
+        cache.commit(0, &rows).unwrap();
+    }
+    let rows = [Rows { seq, rows: case.rows }];
+    cache.append(0, &rows, &k[past * row..], &v[past * row..]).unwrap();
     let logits: Vec<f32> = (0..case.q_heads).map(|h| h as f32 * 0.7 - 2.0).collect();
     let first_visible: Vec<usize> = case.first_visible.into_iter().collect();
     let options = AttendOptions {
@@ -123,7 +131,7 @@ fn oracle(case: &Case, k: &[f16], v: &[f16], q: &[f16]) -> (Vec<f64>, Cache) {
         first_visible: &first_visible,
         ..AttendOptions::new(case.head_dim)
     };
-    let want = attend_cache_f64(&cache, 0, &[Rows { seq, rows: 1 }], &q.to_f32_vec(), &options).unwrap();
+    let want = attend_cache_f64(&cache, 0, &rows, &q.to_f32_vec(), &options).unwrap();
     (want, cache)
 }
 
@@ -190,6 +198,8 @@ fn prepare(gpu: &Gpu, cases: &[Case]) {
             programs.push(super::program(&read, &config, case.softcap.is_some(), OutFormat::F32));
         }
         programs.push(crate::append::cuda::program(&record));
+        let prefill = super::prefill::Config::choose(&record, gpu.architecture());
+        programs.push(super::prefill::program(&record, &prefill, case.softcap.is_some(), OutFormat::F32));
     }
     programs.sort_by_key(|p| p.title());
     programs.dedup();
@@ -274,6 +284,69 @@ fn hard_data() {
         }
     }
     check(cases);
+}
+
+/// Rows of a prompt: one part after another, each over what the earlier ones left.
+#[test]
+fn rows_of_prompts() {
+    let Some(gpu) = gpu() else { return };
+    let mut cases = Vec::new();
+    for scheme in ["f16", "k4v4g64w128s4p512", "k2v2g64w1s16p64", "k8v8g64", "k3v4g32w17s16"] {
+        for (past, rows) in [(0, 1), (0, 300), (31, 2), (127, 5), (200, 41), (509, 7), (1200, 64), (3000, 17)] {
+            let case = decode(128, scheme, past + rows);
+            cases.push(Case { past, rows, sink_logits: rows % 2 == 1, ..case });
+        }
+        for visible in [1, 37, 200] {
+            cases.push(Case { past: 500, rows: 90, visible: Some(visible), ..decode(128, scheme, 590) });
+        }
+    }
+    for head_dim in crate::shape::HEAD_DIMS {
+        for ratio in [1, 3, 16] {
+            let (q_heads, kv_heads) = (2 * ratio, 2);
+            cases.push(Case { past: 333, rows: 70, q_heads, kv_heads, ..decode(head_dim, "k4v4g64w128s4", 403) });
+            cases.push(Case { past: 333, rows: 70, q_heads, kv_heads, ..decode(head_dim, "f16", 403) });
+        }
+    }
+    cases.push(Case { past: 100, rows: 60, softcap: Some(2.5), ..decode(128, "k4v4g64w128s4p512", 160) });
+    prepare(&gpu, &cases);
+    let mut worst = 0.0f64;
+    for case in &cases {
+        let x = numbers(case);
+        let (k, v, q) = (rounded(&x.k), rounded(&x.v), rounded(&x.q));
+        let row = case.kv_heads * case.head_dim;
+        // The cache after `past` tokens: as for a decode step of one more.
+        let before = Case { past: case.past, rows: 1, ..case.clone() };
+        let end = (case.past + 1) * row;
+        let kv = [(k[..end].to_vec(), v[..end].to_vec())];
+        let shape = LayerShape::new(case.q_heads, case.kv_heads, case.head_dim).unwrap();
+        let config = LayerConfig { shape, scheme: case.scheme.parse().unwrap(), visible: case.visible };
+        let mut cache = GpuCache::new(&gpu, &[config], case.arm, options(case, 1, false)).unwrap();
+        let slot = cache.add(case.past + case.rows).unwrap();
+        if case.past > 0 {
+            cache.begin_prefill(slot, before.past).unwrap();
+            let part = |x: &[f16]| gpu.upload(&x[..before.past * row]).unwrap();
+            cache.append_prefill(0, &part(&kv[0].0), &part(&kv[0].1)).unwrap();
+            cache.end_prefill();
+        }
+        cache.begin_prefill(slot, case.rows).unwrap();
+        let part = |x: &[f16]| gpu.upload(&x[case.past * row..]).unwrap();
+        cache.append_prefill(0, &part(&k), &part(&v)).unwrap();
+        let device_q = gpu.upload(&q).unwrap();
+        let mut out = gpu.upload(&vec![f32::NAN; q.len()]).unwrap();
+        let logits: Vec<f32> = (0..case.q_heads).map(|h| h as f32 * 0.7 - 2.0).collect();
+        let logits = gpu.upload(&logits).unwrap();
+        let address = if case.sink_logits { crate::cache::cuda::kind::address(&gpu, &logits) } else { 0 };
+        let scale = (case.head_dim as f32).powf(-0.5);
+        cache.attend_prompt(0, &device_q, &mut out, scale, address, 0).unwrap();
+        cache.end_prefill();
+        let out = gpu.stream().clone_dtoh(&out).unwrap();
+        let (want, cpu) = oracle(case, &k, &v, &q);
+        check_records(&gpu, case, &cache, &cpu);
+        let err = worst_row(&out, &want, case.q_heads * case.head_dim);
+        assert!(err <= TOLERANCE, "error {err:.2e} for {case:?}");
+        worst = worst.max(err);
+    }
+    println!("{} prompts, worst error {worst:.1e}", cases.len());
 }
 
 /// A batch of different lengths gives each what it gets alone: within the tolerance, and to the bit in the invariant mode. Long

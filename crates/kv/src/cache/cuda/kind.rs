@@ -5,7 +5,7 @@
 use super::layout::{RecordShape, TILE_LEN};
 use super::{GpuOptions, INVARIANT_CHUNK, PAGE_LEN};
 use crate::append::cuda::{Kernels, Paged, Tiles};
-use crate::attend::cuda::{HEADS, Kernel, Rule, plan_program};
+use crate::attend::cuda::{HEADS, Kernel, Rule, plan_program, prefill};
 use crate::codec::Codec;
 use crate::device::cuda::Gpu;
 use crate::scheme::Fit;
@@ -25,6 +25,10 @@ pub(crate) struct Sizes {
     pub one_layer_of_tiles: bool,
     /// How attention reads packed groups: as records.
     pub fused: bool,
+    /// Query heads that share an unpack.
+    pub pass: usize,
+    /// Blocks of attention's grid; None: as many as run at once.
+    pub blocks: Option<usize>,
 }
 
 impl Sizes {
@@ -73,6 +77,8 @@ impl Sizes {
             paged_tiles: !packed || dequantizes,
             one_layer_of_tiles: packed && arm == Arm::DequantStep,
             fused: packed && !dequantizes,
+            pass: HEADS,
+            blocks: None,
         })
     }
 
@@ -126,7 +132,7 @@ impl Sizes {
     }
 
     pub(crate) fn head_blocks(&self) -> usize {
-        self.shape.gqa_ratio().div_ceil(HEADS)
+        self.shape.gqa_ratio().div_ceil(self.pass)
     }
 }
 
@@ -148,6 +154,12 @@ pub(crate) struct Kind {
     pub counters: CudaSlice<u32>,
     pub append: Kernels,
     plan_function: CudaFunction,
+    /// Attention of prompts: its kernel, how the prompt's rows are cut, the tiles of that on the device, partial results and counters.
+    pub prefill: prefill::Kernel,
+    pub cut: prefill::Cut,
+    pub row_tiles: CudaSlice<prefill::RowTile>,
+    pub prefill_partials: CudaSlice<f32>,
+    pub prefill_counters: CudaSlice<u32>,
     /// For few rows, and for more rows than multiprocessors.
     pub attend: [Kernel; 2],
     pages: usize,
@@ -187,12 +199,18 @@ impl Kind {
             sinks: some(heads_bytes * sizes.sink_tiles())?,
             scratch: None,
             scratch_tiles: (0, 0),
-            plan: gpu.zeros(options.slots + 1)?,
+            plan: gpu.zeros(options.slots + 2)?,
             partials: gpu.zeros(partial_slots * partial * layers)?,
             partial_slots,
-            counters: gpu.zeros(layers * options.slots * sizes.heads())?,
+            // For rows of any number of query heads.
+            counters: gpu.zeros(layers * options.slots * sizes.shape.q_heads)?,
             append: Kernels::load(gpu, &record)?,
             plan_function: gpu.function(&plan_program(), "plan_steps")?,
+            prefill: prefill::Kernel::load(gpu, &record, options.softcap.is_some(), options.out)?,
+            cut: prefill::Cut { tiles: Vec::new(), splits: 1 },
+            row_tiles: gpu.zeros(1)?,
+            prefill_partials: gpu.zeros(1)?,
+            prefill_counters: gpu.zeros(1)?,
             attend,
             pages,
             sizes,
@@ -255,6 +273,30 @@ impl Kind {
         }
     }
 
+    /// Cuts a prompt's rows at positions `first..end`, and makes room for their partial results.
+    pub(crate) fn cut_prompt(
+        &mut self,
+        gpu: &Gpu,
+        edge: impl Fn(usize) -> usize,
+        first: usize,
+        end: usize,
+    ) -> Result<(), Error> {
+        let Sizes { shape, record, .. } = self.sizes;
+        self.cut = self.prefill.cut(gpu, edge, (first, end), (shape.kv_heads, shape.gqa_ratio()));
+        if self.row_tiles.len() < self.cut.tiles.len() {
+            self.row_tiles = gpu.zeros(self.cut.tiles.len())?;
+        }
+        gpu.stream().memcpy_htod(&self.cut.tiles, &mut self.row_tiles)?;
+        let (partials, counters) = self.prefill.workspace(&record, &self.cut, shape.kv_heads);
+        if self.prefill_partials.len() < partials {
+            self.prefill_partials = gpu.zeros(partials)?;
+        }
+        if self.prefill_counters.len() < counters {
+            self.prefill_counters = gpu.zeros(counters)?;
+        }
+        Ok(())
+    }
+
     /// Makes room for tiles `first..end` of a prompt.
     pub(crate) fn reserve_scratch(&mut self, gpu: &Gpu, first: usize, end: usize) -> Result<(), Error> {
         let bytes = (end - first) * self.sizes.shape.kv_heads * self.sizes.record.tile_bytes();
@@ -268,32 +310,61 @@ impl Kind {
     }
 
     /// See [`super::GpuCache::spread`].
-    pub(crate) fn spread(&mut self, gpu: &Gpu, from: usize, pages: &[u32], slots: usize) -> Result<(), Error> {
+    pub(crate) fn spread(
+        &mut self,
+        gpu: &Gpu,
+        from: usize,
+        pages: &[u32],
+        slots: usize,
+        first_layer: bool,
+    ) -> Result<(), Error> {
         let (sizes, all, stream) = (self.sizes, self.pages, gpu.stream());
-        let copy = |buffer: &mut Option<CudaSlice<u8>>, unit: usize, count: usize, source: &dyn Fn(usize) -> usize| {
+        let held: Vec<usize> = pages.iter().map(|&p| p as usize).collect();
+        // Of `per_layer` units in each layer, unit i is filled from source(i) of the same layer, or of the first one.
+        let copy = |buffer: &mut Option<CudaSlice<u8>>,
+                    unit: usize,
+                    layers: usize,
+                    per_layer: usize,
+                    source: &dyn Fn(usize) -> usize| {
             let Some(buffer) = buffer.as_mut().filter(|_| unit > 0) else { return Ok(()) };
-            for i in (0..count).filter(|&i| i != source(i)) {
-                let start = source(i) * unit;
-                let held = stream.clone_dtod(&buffer.slice(start..start + unit))?;
-                stream.memcpy_dtod(&held, &mut buffer.slice_mut(i * unit..(i + 1) * unit))?;
+            for layer in 0..layers {
+                for i in 0..per_layer {
+                    let start = (if first_layer { 0 } else { layer * per_layer }) + source(i);
+                    let to = layer * per_layer + i;
+                    if start == to {
+                        continue;
+                    }
+                    let taken = stream.clone_dtod(&buffer.slice(start * unit..(start + 1) * unit))?;
+                    stream.memcpy_dtod(&taken, &mut buffer.slice_mut(to * unit..(to + 1) * unit))?;
+                }
             }
             Ok::<(), Error>(())
         };
-        // The sources lie in the first layer and are never targets of other pages.
-        let held: Vec<usize> = pages.iter().map(|&p| p as usize).collect();
-        let of_page = |i: usize| if i < all && held.contains(&i) { i } else { held[i % all % held.len()] };
+        // Pages of the source stay as they are.
+        let of_page = |i: usize| if held.contains(&i) { i } else { held[i % held.len()] };
         let layers_of_tiles = if sizes.one_layer_of_tiles { 1 } else { sizes.layers };
-        copy(&mut self.records, sizes.record_page_bytes() / sizes.layers, sizes.layers * all, &of_page)?;
-        copy(&mut self.tiles, sizes.tile_page_bytes() / layers_of_tiles, layers_of_tiles * all, &of_page)?;
+        copy(&mut self.records, sizes.record_page_bytes() / sizes.layers, sizes.layers, all, &of_page)?;
+        copy(&mut self.tiles, sizes.tile_page_bytes() / layers_of_tiles, layers_of_tiles, all, &of_page)?;
         let tile = sizes.shape.kv_heads * sizes.record.tile_bytes();
-        copy(&mut self.window, sizes.window_tiles() * tile, sizes.layers * slots, &|_| from)?;
-        copy(&mut self.sinks, sizes.sink_tiles() * tile, sizes.layers * slots, &|_| from)
+        copy(&mut self.window, sizes.window_tiles() * tile, sizes.layers, slots, &|_| from)?;
+        copy(&mut self.sinks, sizes.sink_tiles() * tile, sizes.layers, slots, &|_| from)
     }
 
     /// Every record, as bytes.
     #[cfg(test)]
     pub(crate) fn record_bytes(&self, gpu: &Gpu) -> Vec<u8> {
         self.records.as_ref().map_or(Vec::new(), |r| gpu.stream().clone_dtoh(r).expect("memory of the card"))
+    }
+
+    /// The kernel of a step of so many rows of requests.
+    pub(crate) fn attend_for(&self, gpu: &Gpu, batch: usize, chunk: u32) -> &Kernel {
+        let crowded = chunk > 0 || batch * self.sizes.heads() > gpu.multiprocessors();
+        &self.attend[usize::from(crowded)]
+    }
+
+    /// Blocks that they are cut for.
+    pub(crate) fn blocks(&self, gpu: &Gpu, batch: usize, chunk: u32) -> usize {
+        self.sizes.blocks.unwrap_or_else(|| self.attend_for(gpu, batch, chunk).blocks(gpu))
     }
 
     /// Counts pieces of work of a step (plan.cu).
@@ -305,6 +376,7 @@ impl Kind {
         batch: usize,
         chunk: u32,
     ) -> Result<(), Error> {
+        let blocks = self.blocks(gpu, batch, chunk) as u32;
         let config = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (1024, 1, 1), shared_mem_bytes: 0 };
         let (plan, packed) = (address(gpu, &self.plan), u32::from(self.sizes.fused));
         let (batch, heads) = (batch as u32, self.sizes.heads() as u32);
@@ -312,7 +384,7 @@ impl Kind {
         unsafe {
             let mut launch = gpu.stream().launch_builder(&self.plan_function);
             launch.arg(&self.sizes.rule).arg(&lens).arg(&first_visible).arg(&plan);
-            launch.arg(&batch).arg(&heads).arg(&packed).arg(&chunk).launch(config)
+            launch.arg(&batch).arg(&heads).arg(&packed).arg(&chunk).arg(&blocks).launch(config)
         }?;
         Ok(())
     }

@@ -249,15 +249,26 @@ impl GpuCache {
         Ok(())
     }
 
-    /// Fills every other page, slot and layer of each kind with what slot `from` has in the kind's first layer: for timing, where
-    /// contents need to be real but not different.
+    /// Fills every other page and slot with what slot `from` has, in each layer its own, or (`first_layer`) everywhere what it has in
+    /// the first layer of each kind: for timing, where contents need to be real but not different.
     #[doc(hidden)]
-    pub fn spread(&mut self, from: usize) -> Result<(), Error> {
+    pub fn spread(&mut self, from: usize, first_layer: bool) -> Result<(), Error> {
         let pages = self.sequence(from)?.pages.clone();
         for kind in &mut self.kinds {
-            kind.spread(&self.gpu, from, &pages, self.options.slots)?;
+            kind.spread(&self.gpu, from, &pages, self.options.slots, first_layer)?;
         }
         Ok(())
+    }
+
+    /// For experiments: query heads that share an unpack (1 to 8), and blocks of attention's grid, at most as many as run at once;
+    /// None: the kernel's own choice. Begin a step anew afterwards.
+    #[doc(hidden)]
+    pub fn vary(&mut self, pass: usize, blocks: Option<usize>) {
+        for kind in &mut self.kinds {
+            let most = kind.attend.iter().map(|k| k.blocks(&self.gpu)).min().unwrap_or(1);
+            kind.sizes.pass = pass.clamp(1, crate::attend::cuda::HEADS);
+            kind.sizes.blocks = blocks.map(|b| b.clamp(1, most));
+        }
     }
 
     /// Bytes held: pages that sequences own, and the windows of all slots, which are taken once for all.

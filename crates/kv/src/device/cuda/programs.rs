@@ -43,6 +43,8 @@ fn of_shapes(shapes: &[RecordShape], architecture: &str) -> Vec<Program> {
             let config = Config::choose(shape, shared, crowded);
             programs.push(attend::program(shape, &config, false, OutFormat::Bf16));
         }
+        let prefill = attend::prefill::Config::choose(shape, architecture);
+        programs.push(attend::prefill::program(shape, &prefill, false, OutFormat::Bf16));
         if (shape.head_dim, shape.group_len) == (128, 64) {
             programs.push(attend::program(shape, &Config::choose(shape, shared, true), true, OutFormat::F32));
         }

@@ -1,0 +1,259 @@
+//! The engine on a GPU: who enters the cache there, prompts in chunks, one token for everyone who decodes. In: requests; out: events
+//! of each step.
+//!
+//! A request enters when a slot and pages for all its tokens are free: nobody is moved out. Every step decodes one token for those
+//! that decode, then a chunk of the prompt that has waited longest. Prefixes are not shared.
+//! NOT here: the model and the cache on the card (cuda/, kvant-kv), what a request does with a token (sequence.rs).
+
+use super::{DecodeTime, Engine, EngineOptions};
+use crate::Error;
+use crate::cuda::{Decoder, DecoderOptions, Weights};
+use crate::loaded::LoadedModel;
+use crate::request::Event;
+use crate::sequence::Place;
+use kvant_kv::cuda::{GpuCache, GpuOptions, OutFormat};
+use kvant_kv::{Arm, CacheBytes, LayerConfig};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Requests at once when the limits name no number.
+const SLOTS: usize = 64;
+/// Of the card's free memory, what a cache takes when the limits name no number: room is left for prompts' buffers.
+const SHARE: f64 = 0.85;
+
+/// What an engine has on a card.
+pub(super) struct Card {
+    decoder: Decoder<GpuCache>,
+    routes: BTreeMap<String, u64>,
+    layers: u64,
+    arm: Arm,
+}
+
+impl Card {
+    fn cache(&self) -> &GpuCache {
+        self.decoder.cache()
+    }
+
+    /// Attention calls so far, by name.
+    pub(super) fn routes(&self) -> &BTreeMap<String, u64> {
+        &self.routes
+    }
+
+    pub(super) fn forget_routes(&mut self) {
+        self.routes.clear();
+    }
+
+    pub(super) fn bytes(&self) -> CacheBytes {
+        self.cache().bytes()
+    }
+
+    /// Frees a slot.
+    pub(super) fn free(&mut self, slot: usize) -> Result<(), Error> {
+        Ok(self.decoder.cache_mut().remove(slot)?)
+    }
+
+    /// Whether a request of so many tokens can ever enter.
+    pub(super) fn fits(&self, tokens: usize) -> bool {
+        GpuCache::pages_of(tokens) <= self.cache().pages()
+    }
+
+    /// Pages that nobody has, and all.
+    pub(super) fn pages(&self) -> (usize, usize) {
+        (self.cache().free_pages(), self.cache().pages())
+    }
+
+    fn count(&mut self, what: &str) {
+        *self.routes.entry(format!("cuda {} {what}", self.arm)).or_insert(0) += self.layers;
+    }
+}
+
+impl Engine {
+    /// An engine whose weights and cache are on a card. `options.limits`: `kv_memory` are bytes there (None: most of what is free),
+    /// `max_running` slots (at most 64 when it names no number).
+    ///
+    /// # Errors
+    /// [`Error::CpuOnly`] for what only the CPU computes; as [`Engine::new`]; [`Error::Kv`] for a GPU that refuses.
+    pub fn on_card(loaded: Arc<LoadedModel>, weights: Weights, options: EngineOptions) -> Result<Self, Error> {
+        let limits = options.limits.clone();
+        let config = loaded.config().clone();
+        if options.kernel.is_some() {
+            return Err(Error::CpuOnly { what: "a choice of kernel".into() });
+        }
+        if limits.swap.is_some() {
+            return Err(Error::CpuOnly { what: "a folder for requests that are moved out".into() });
+        }
+        let arm = options.arm;
+        // The CPU's side stays empty; it checks schemes and knows their bases.
+        let mut engine = Self::new(loaded, EngineOptions { threads: 1, ..options })?;
+        engine.page_len = None;
+        engine.limits.share_prefixes = false;
+        let gpu = weights.gpu().clone();
+        let layers: Vec<LayerConfig> = engine.layers.clone();
+        let slots = if limits.max_running == usize::MAX { SLOTS } else { limits.max_running };
+        let free = gpu.memory()?.0;
+        let decoder_options = DecoderOptions { most_batch: slots, invariant: false };
+        let bytes = limits.kv_memory.unwrap_or((free as f64 * SHARE) as usize);
+        let cache_options = GpuOptions {
+            slots,
+            max_tokens: config.context,
+            bytes,
+            out: OutFormat::Bf16,
+            softcap: None,
+            invariant: false,
+        };
+        let cache = GpuCache::new(&gpu, &layers, arm, cache_options)?;
+        let decoder = Decoder::new(weights, cache, &engine.bases, decoder_options)?;
+        engine.card = Some(Card { decoder, routes: BTreeMap::new(), layers: layers.len() as u64, arm });
+        Ok(engine)
+    }
+
+    /// One step on the card. After an error the cache is not to be used further; the caller clears it.
+    pub(super) fn step_on_card(&mut self, events: &mut Vec<Event>) -> Result<(), Error> {
+        let started = Instant::now();
+        self.enter_card(events)?;
+        let waits = |s: &&crate::sequence::Sequence| {
+            s.slot().is_some() && s.stored + 1 < s.tokens.len().max(s.prompt_len() + 1)
+        };
+        let prompts = self.sequences.iter().any(|s| waits(&s));
+        let decoded = if prompts && self.limits.prompts_first { 0 } else { self.decode_on_card(events)? };
+        let next = self.sequences.iter().enumerate().filter(|(_, s)| waits(s)).min_by_key(|(_, s)| s.served);
+        let prefilled = next.map(|(i, _)| i);
+        if let Some(i) = prefilled {
+            self.prefill_on_card(i, events)?;
+        }
+        self.totals.steps += u64::from(decoded > 0 || prefilled.is_some());
+        if decoded > 0 && prefilled.is_none() {
+            let DecodeTime { tokens, steps, time } = &mut self.decode;
+            *tokens += decoded;
+            *steps += 1;
+            *time += started.elapsed();
+        }
+        self.set_finished_aside_on_card()
+    }
+
+    /// Requests enter in order while there are slots and pages.
+    fn enter_card(&mut self, events: &mut Vec<Event>) -> Result<(), Error> {
+        let context = self.loaded.config().context;
+        let Some(card) = &mut self.card else { return Ok(()) };
+        let mut failed = Vec::new();
+        let running = self.sequences.iter().filter(|s| s.slot().is_some()).count();
+        let mut left = self.limits.max_running.saturating_sub(running);
+        for (i, s) in self.sequences.iter_mut().enumerate().filter(|(_, s)| matches!(s.place, Place::Waiting)) {
+            if left == 0 {
+                break;
+            }
+            let tokens = s.most_tokens(context);
+            if !card.fits(tokens) {
+                let (need, budget) = (GpuCache::pages_of(tokens), card.pages().1);
+                failed.push((i, Error::NeverFits { request: s.request, tokens, need, budget }));
+                continue;
+            }
+            match card.decoder.cache_mut().add(tokens) {
+                Ok(slot) => {
+                    (s.place, s.stored) = (Place::Slot(slot), 0);
+                    left -= 1;
+                    if s.enters() {
+                        self.totals.prompt_tokens += s.prompt_len() as u64;
+                    }
+                }
+                // Later ones wait too: nobody is overtaken.
+                Err(kvant_kv::Error::OutOfBlocks { .. }) => break,
+                Err(e) => return Err(e.into()),
+            }
+        }
+        self.fail(failed, events)
+    }
+
+    /// One token for everyone who decodes; how many that are.
+    fn decode_on_card(&mut self, events: &mut Vec<Event>) -> Result<usize, Error> {
+        let decodes = |s: &crate::sequence::Sequence| s.stored >= s.prompt_len() && s.stored + 1 == s.tokens.len();
+        let rows: Vec<(usize, usize, u32)> = self
+            .sequences
+            .iter()
+            .enumerate()
+            .filter(|(_, s)| decodes(s))
+            .filter_map(|(i, s)| Some((i, s.slot()?, *s.tokens.last()?)))
+            .collect();
+        let Some(card) = self.card.as_mut().filter(|_| !rows.is_empty()) else { return Ok(0) };
+        let batch: Vec<(usize, u32)> = rows.iter().map(|&(_, slot, token)| (slot, token)).collect();
+        let outcomes = card.decoder.decode(&batch)?;
+        card.count("decode");
+        let mut failed = Vec::new();
+        for (row, (&(i, ..), outcome)) in rows.iter().zip(outcomes).enumerate() {
+            self.sequences[i].stored += 1;
+            if let Err(e) = outcome.and_then(|token| self.take_token(i, row, token, events)) {
+                failed.push((i, e));
+            }
+        }
+        self.fail(failed, events)?;
+        Ok(rows.len())
+    }
+
+    /// A chunk of a prompt.
+    fn prefill_on_card(&mut self, i: usize, events: &mut Vec<Event>) -> Result<(), Error> {
+        let step = self.totals.steps + 1;
+        let s = &mut self.sequences[i];
+        let (Some(card), Some(slot)) = (self.card.as_mut(), s.slot()) else { return Ok(()) };
+        let end = s.tokens.len().min(s.stored + self.limits.step_tokens.max(crate::cuda::CHUNK));
+        let outcome = card.decoder.prefill(slot, &s.tokens[s.stored..end]);
+        card.count("prefill");
+        s.served = step;
+        let token = match outcome {
+            Ok(token) => token,
+            // Its own numbers: others go on.
+            Err(e @ (Error::NanLogit { .. } | Error::Kv(kvant_kv::Error::NotFinite { .. }))) => {
+                return self.fail(vec![(i, e)], events);
+            }
+            Err(e) => return Err(e),
+        };
+        s.stored = end;
+        let (request, of) = (s.request, s.prompt_len());
+        events.push(Event::Prefilled { request, tokens: end.min(of), of, cached: 0 });
+        if end == s.tokens.len()
+            && let Err(e) = self.take_token(i, 0, token, events)
+        {
+            return self.fail(vec![(i, e)], events);
+        }
+        Ok(())
+    }
+
+    /// Gives a request its next token: the likeliest, as the card chose it, or what its sampler draws from the row's logits.
+    fn take_token(&mut self, i: usize, row: usize, token: u32, events: &mut Vec<Event>) -> Result<(), Error> {
+        let context = self.loaded.config().context;
+        let tokenizer = self.loaded.tokenizer().ok();
+        let s = &mut self.sequences[i];
+        let before = events.len();
+        if s.takes_likeliest() {
+            s.accept(token, None, tokenizer, context, events)?;
+        } else {
+            let Some(card) = &self.card else { return Ok(()) };
+            let logits = card.decoder.logits(row)?;
+            s.advance(&logits, tokenizer, context, events)?;
+        }
+        let chosen = events[before..].iter().filter(|e| matches!(e, Event::Token { .. }));
+        self.totals.output_tokens += chosen.count() as u64;
+        Ok(())
+    }
+
+    /// Ended requests give their slots back at once; nothing is kept of them.
+    fn set_finished_aside_on_card(&mut self) -> Result<(), Error> {
+        let (finished, running): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.sequences).into_iter().partition(crate::sequence::Sequence::finished);
+        self.sequences = running;
+        if !finished.is_empty()
+            && let Some(card) = &self.card
+        {
+            // What was held when the last one ended, all still in it, is what a generation reports.
+            self.held_on_card = card.bytes();
+        }
+        for mut s in finished {
+            if let (Some(slot), Some(card)) = (s.slot(), self.card.as_mut()) {
+                card.free(slot)?;
+                s.place = Place::Waiting;
+            }
+            self.done.push(s);
+        }
+        Ok(())
+    }
+}
