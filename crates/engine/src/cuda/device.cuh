@@ -53,17 +53,13 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
-// Sum over a block; every thread gets it. `room`: 33 floats in shared memory.
+// Sum over a block; every thread gets it. `room`: 32 floats in shared memory, for one call.
 __device__ __forceinline__ float block_sum(float x, float* room) {
+    const u32 lane = threadIdx.x % 32;
     x = warp_sum(x);
-    if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = x;
+    if (lane == 0) room[threadIdx.x / 32] = x;
     __syncthreads();
-    if (threadIdx.x < 32) {
-        const float all = warp_sum(threadIdx.x < blockDim.x / 32 ? room[threadIdx.x] : 0.f);
-        if (threadIdx.x == 0) room[32] = all;
-    }
-    __syncthreads();
-    return room[32];
+    return warp_sum(lane < blockDim.x / 32 ? room[lane] : 0.f);
 }
 
 __device__ __forceinline__ float silu(float x) { return x / (1.f + __expf(-x)); }

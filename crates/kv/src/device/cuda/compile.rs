@@ -153,6 +153,10 @@ pub fn compile(program: &Program, architecture: &str) -> Result<Compiled, Error>
         "--ptxas-options=-v".to_string(),
         "--no-display-error-number".to_string(),
     ];
+    if compiler_version()? >= (13, 0) {
+        // Its own cache would keep the code and lose the log.
+        options.push("--no-cache".to_string());
+    }
     options.extend(program.defines.iter().map(|d| format!("-D{d}")));
     // SAFETY: the handle is of a program that was created above and is not destroyed yet.
     let outcome = unsafe { result::compile_program(handle.0, &options) };
