@@ -1,9 +1,9 @@
 //! Appending on the GPU: launches of append.cu. In: device pointers and numbers; out: launches on the card's stream.
-//! NOT here: the formulas (append.cu), who owns the memory and what is due (cache/cuda/).
+//! NOT here: the formulas (append.cu), who owns the memory and what is due (cuda/).
 
 use crate::Error;
-use crate::attend::cuda::{HEADERS, Rule, record_defines};
 use crate::cache::cuda::layout::RecordShape;
+use crate::cache::cuda::{HEADERS, Rule, record_defines};
 use crate::device::cuda::{Gpu, Program};
 use cudarc::driver::{CudaFunction, DeviceRepr, LaunchConfig, PushKernelArg, sys};
 

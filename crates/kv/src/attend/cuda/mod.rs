@@ -1,6 +1,6 @@
 //! Decode attention on the GPU: which configuration of attend.cu a card and a shape take, and its launch. In: device pointers
 //! and numbers; out: one launch on the card's stream.
-//! NOT here: the algorithm (attend.cu), how work is cut (plan.cuh), who owns the memory (cache/cuda/).
+//! NOT here: the algorithm (attend.cu), how work is cut (plan.cuh), who owns the memory (cuda/).
 
 #[cfg(test)]
 mod parity;
@@ -8,32 +8,16 @@ pub(crate) mod prefill;
 
 use crate::Error;
 use crate::cache::cuda::layout::RecordShape;
+use crate::cache::cuda::{HEADERS as LAID_OUT, Rule, record_defines};
 use crate::device::cuda::{Gpu, Program};
 use cudarc::driver::{CudaFunction, DeviceRepr, LaunchConfig, PushKernelArg, sys};
 
 /// Query heads that one pass takes: the columns of a matrix instruction.
 pub(crate) const HEADS: usize = 8;
 
-/// Headers of all kernels that know records.
-pub(crate) const HEADERS: &[(&str, &str)] = &[
-    ("ptx.cuh", include_str!("../../cache/cuda/ptx.cuh")),
-    ("record.cuh", include_str!("../../cache/cuda/record.cuh")),
-    ("extent.cuh", include_str!("../../cache/cuda/extent.cuh")),
-    ("plan.cuh", include_str!("plan.cuh")),
-];
-
-/// `Rule` of extent.cuh: which keys a query sees, and where they are.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub(crate) struct Rule {
-    pub group_len: u32,
-    pub window_len: u32,
-    pub page_len: u32,
-    pub sinks: u32,
-    pub visible: u32,
-}
-// SAFETY: plain numbers, laid out as C does.
-unsafe impl DeviceRepr for Rule {}
+/// Headers of all kernels here.
+pub(crate) const HEADERS: &[(&str, &str)] =
+    &[LAID_OUT[0], LAID_OUT[1], LAID_OUT[2], ("plan.cuh", include_str!("plan.cuh"))];
 
 /// `Params` of attend.cu; pointers are device addresses.
 #[repr(C)]
@@ -144,17 +128,6 @@ pub(crate) fn program(record: &RecordShape, config: &Config, softcap: bool, out:
     ]);
     let registers = (65536 / (config.warps * 32 * config.blocks_per_sm)).min(255) as u32;
     Program { name: "attend", source: include_str!("attend.cu"), headers: HEADERS, defines, registers }
-}
-
-/// What record.cuh needs to know.
-pub(crate) fn record_defines(record: &RecordShape) -> Vec<String> {
-    let bits = |bits: u32| if record.is_plain() { 16 } else { bits };
-    vec![
-        format!("HEAD_DIM={}", record.head_dim),
-        format!("GROUP_LEN={}", record.group_len),
-        format!("K_BITS={}", bits(record.k_bits)),
-        format!("V_BITS={}", bits(record.v_bits)),
-    ]
 }
 
 /// Plan.cu.

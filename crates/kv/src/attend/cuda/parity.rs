@@ -88,8 +88,8 @@ fn step(
     let logits: Vec<f32> = (0..case.q_heads).map(|h| h as f32 * 0.7 - 2.0).collect();
     let logits = gpu.upload(&logits).unwrap();
     let first = gpu.upload(&vec![case.first_visible.unwrap_or(0) as u32; slots.len()]).unwrap();
-    let address = |x| crate::cache::cuda::kind::address(gpu, x);
-    let first_visible = if case.first_visible.is_some() { crate::cache::cuda::kind::address(gpu, &first) } else { 0 };
+    let address = |x| crate::cuda::kind::address(gpu, x);
+    let first_visible = if case.first_visible.is_some() { crate::cuda::kind::address(gpu, &first) } else { 0 };
     cache.begin_decode(slots, slots.len()).unwrap();
     cache.pack_due().unwrap();
     cache.plan_from(first_visible).unwrap();
@@ -335,7 +335,7 @@ fn rows_of_prompts() {
         let mut out = gpu.upload(&vec![f32::NAN; q.len()]).unwrap();
         let logits: Vec<f32> = (0..case.q_heads).map(|h| h as f32 * 0.7 - 2.0).collect();
         let logits = gpu.upload(&logits).unwrap();
-        let address = if case.sink_logits { crate::cache::cuda::kind::address(&gpu, &logits) } else { 0 };
+        let address = if case.sink_logits { crate::cuda::kind::address(&gpu, &logits) } else { 0 };
         let scale = (case.head_dim as f32).powf(-0.5);
         cache.attend_prompt(0, &device_q, &mut out, scale, address, 0).unwrap();
         cache.end_prefill();

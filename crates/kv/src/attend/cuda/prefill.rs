@@ -1,10 +1,11 @@
 //! Attention of prompts on the GPU: which configuration of prefill.cu a card and a shape take, how a prompt's rows are cut, and the
 //! launch. In: device pointers and numbers; out: one launch on the card's stream.
-//! NOT here: the algorithm (prefill.cu), who owns the memory (cache/cuda/).
+//! NOT here: the algorithm (prefill.cu), who owns the memory (cuda/).
 
-use super::{HEADERS, OutFormat, Rule, record_defines};
+use super::{HEADERS, OutFormat};
 use crate::Error;
 use crate::cache::cuda::layout::RecordShape;
+use crate::cache::cuda::{Rule, record_defines};
 use crate::device::cuda::{Gpu, Program};
 use cudarc::driver::{CudaFunction, DeviceRepr, LaunchConfig, PushKernelArg, ValidAsZeroBits, sys};
 

@@ -8,15 +8,11 @@
 
 mod compile;
 mod launch;
-mod programs;
 mod store;
 
-pub use crate::attend::cuda::OutFormat;
-pub use crate::cache::cuda::{Fault, GpuCache, GpuOptions, PAGE_LEN};
 pub use compile::{Compiled, Program, compile, compiler_version};
 pub use cudarc;
 pub use launch::{Launch, argument};
-pub use programs::{all_programs, programs, reading};
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -2,10 +2,10 @@
 //! nothing; out: the list.
 //! NOT here: kernels. A program is listed here by one line that asks its own module.
 
-use super::Program;
 use crate::append;
 use crate::attend::cuda::{self as attend, Config, OutFormat};
 use crate::cache::cuda::layout::RecordShape;
+use crate::device::cuda::Program;
 use crate::scheme::{BITS, GROUP_LENS};
 use crate::shape::HEAD_DIMS;
 
@@ -56,5 +56,11 @@ fn of_shapes(shapes: &[RecordShape], architecture: &str) -> Vec<Program> {
 
 /// Reads a buffer as fast as the card can: the ceiling that other kernels are measured against.
 pub fn reading() -> Program {
-    Program { name: "read", source: include_str!("read.cu"), headers: &[], defines: Vec::new(), registers: 64 }
+    Program {
+        name: "read",
+        source: include_str!("../device/cuda/read.cu"),
+        headers: &[],
+        defines: Vec::new(),
+        registers: 64,
+    }
 }

@@ -2,10 +2,11 @@
 //! out: sizes, buffers, and parameters of launches.
 //! NOT here: sequences (mod.rs), when what is launched (steps.rs).
 
-use super::layout::{RecordShape, TILE_LEN};
-use super::{GpuOptions, INVARIANT_CHUNK, PAGE_LEN};
+use super::cache::{GpuOptions, INVARIANT_CHUNK, PAGE_LEN};
 use crate::append::cuda::{Kernels, Paged, Tiles};
-use crate::attend::cuda::{HEADS, Kernel, Rule, plan_program, prefill};
+use crate::attend::cuda::{HEADS, Kernel, plan_program, prefill};
+use crate::cache::cuda::Rule;
+use crate::cache::cuda::layout::{RecordShape, TILE_LEN};
 use crate::codec::Codec;
 use crate::device::cuda::Gpu;
 use crate::scheme::Fit;
@@ -39,10 +40,7 @@ impl Sizes {
             Scheme::F16 => (RecordShape::plain(shape.head_dim), Rule::default()),
             Scheme::Bf16 => return no("bf16 caches are read on the CPU only; f16 is".into()),
             Scheme::Packed(p) => {
-                let bits = |codec: Codec| match codec {
-                    Codec::Affine { bits, loud: 0 } => Some(bits),
-                    _ => None,
-                };
+                let bits = |codec: Codec| codec.as_affine().filter(|(_, loud)| *loud == 0).map(|(bits, _)| bits);
                 let (Some(k_bits), Some(v_bits)) = (bits(p.k()), bits(p.v())) else {
                     return no(format!(
                         "{scheme} is read on the CPU only: GPU kernels know groups with scale and zero"

@@ -1,13 +1,13 @@
 //! Decode steps and prompts on the GPU's cache, launch by launch. In: f16 rows on the device; out: attention's results there.
 //! A decode step: `begin_decode` (host), then launches that a graph may hold: `pack_due`, and for each layer `append_decode` and
 //! `attend`; `end_decode` (host). A prompt: `begin_prefill`, for each layer `append_prefill` and attention, `end_prefill`.
-//! NOT here: memory (mod.rs, kind.rs), kernels.
+//! NOT here: memory (cache.rs, kind.rs), kernels.
 
+use super::cache::{GpuCache, INVARIANT_CHUNK, Now, PAGE_LEN};
 use super::kind::{Kind, address};
-use super::layout::TILE_LEN;
-use super::{GpuCache, INVARIANT_CHUNK, Now};
 use crate::append::cuda::{MoveParams, PackParams, RowsParams, Tiles};
-use crate::attend::cuda::{Params, Rule, prefill};
+use crate::attend::cuda::{Params, prefill};
+use crate::cache::cuda::layout::TILE_LEN;
 use crate::{Arm, Error, RowFormat};
 use cudarc::driver::{CudaSlice, CudaView, DevicePtrMut};
 use half::f16;
@@ -72,7 +72,7 @@ impl GpuCache {
                 return Err(Error::DuplicateSequence { id: slot });
             }
             let sequence = self.sequence(slot)?;
-            let most = sequence.pages.len() * super::PAGE_LEN;
+            let most = sequence.pages.len() * PAGE_LEN;
             if sequence.len >= most {
                 return Err(Error::Shape {
                     what: "tokens of a sequence, at most those of its pages",
@@ -312,7 +312,7 @@ impl GpuCache {
     /// # Errors
     /// [`Error::NoSuchSequence`]; [`Error::Shape`] for more tokens than the sequence was added for; [`Error::GpuOutOfMemory`].
     pub fn begin_prefill(&mut self, slot: usize, rows: usize) -> Result<(), Error> {
-        let (first, most) = (self.sequence(slot)?.len, self.sequence(slot)?.pages.len() * super::PAGE_LEN);
+        let (first, most) = (self.sequence(slot)?.len, self.sequence(slot)?.pages.len() * PAGE_LEN);
         let end = first + rows;
         if rows == 0 || end > most {
             return Err(Error::Shape {
@@ -324,9 +324,9 @@ impl GpuCache {
         for kind in &mut self.kinds {
             let rule = kind.sizes.rule;
             if kind.sizes.packs() {
-                kind.reserve_scratch(&self.gpu, edge(&rule, first) / TILE_LEN, end.div_ceil(TILE_LEN))?;
+                kind.reserve_scratch(&self.gpu, rule.edge(first) / TILE_LEN, end.div_ceil(TILE_LEN))?;
             }
-            kind.cut_prompt(&self.gpu, |position| edge(&rule, position + 1), first, end)?;
+            kind.cut_prompt(&self.gpu, |position| rule.edge(position + 1), first, end)?;
         }
         self.now = Now::Prefill { slot, rows };
         Ok(())
@@ -367,11 +367,11 @@ impl GpuCache {
             kind.append.move_tiles(gpu, &moved)?;
             kind.append.write_rows(gpu, &write, rows)?;
             let group_len = kind.sizes.record.group_len;
-            let groups = edge(rule, first) / group_len..edge(rule, end) / group_len;
+            let groups = rule.edge(first) / group_len..rule.edge(end) / group_len;
             let mut pack = self.pack_params(kind, index, scratch, false);
             (pack.first_group, pack.slot) = (groups.start as u32, slot as u32);
             kind.append.pack(gpu, &pack, groups.len(), 1)?;
-            let kept = edge(rule, end) / TILE_LEN;
+            let kept = rule.edge(end) / TILE_LEN;
             let back = MoveParams {
                 from: scratch,
                 to: window,
@@ -473,13 +473,4 @@ impl GpuCache {
         let none = Error::NoSuchLayer { layer, layers: self.layers.len() };
         self.place.get(layer).map(|&(kind, index)| (&self.kinds[kind], index)).ok_or(none)
     }
-}
-
-/// First position that the newest of `len` tokens sees plain.
-fn edge(rule: &Rule, len: usize) -> usize {
-    let Some(position) = len.checked_sub(1).filter(|_| rule.group_len > 0) else { return 0 };
-    let (group_len, window_len) = (rule.group_len as usize, rule.window_len as usize);
-    let by_window = len.saturating_sub(window_len) / group_len * group_len;
-    let by_page = position.checked_div(rule.page_len as usize).map_or(0, |page| page * rule.page_len as usize);
-    by_window.max(by_page)
 }
