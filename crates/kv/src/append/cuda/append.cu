@@ -64,6 +64,8 @@ static_assert(sizeof(RowsParams) == ROWS_BYTES, "");
 
 // One row a block: row blockIdx.x. A row whose values f16 cannot hold is reported and stored as it is: its request ends.
 extern "C" __global__ void __launch_bounds__(THREADS) write_rows(const __grid_constant__ RowsParams p) {
+    wait_for_inputs();
+    let_next_start();
     const u32 row = blockIdx.x;
     u32 position = p.first + row, slot = p.slot;
     if (p.lens) {

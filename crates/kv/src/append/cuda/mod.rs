@@ -4,7 +4,7 @@
 use crate::Error;
 use crate::cache::cuda::layout::RecordShape;
 use crate::cache::cuda::{HEADERS, Rule, record_defines};
-use crate::device::cuda::{Gpu, Program};
+use crate::device::cuda::{Gpu, Launch, Program, argument};
 use cudarc::driver::{CudaFunction, DeviceRepr, LaunchConfig, PushKernelArg, sys};
 
 /// Threads of a block of append.cu.
@@ -138,7 +138,9 @@ impl Kernels {
 
     /// Writes `rows` rows into plain tiles.
     pub(crate) fn write_rows(&self, gpu: &Gpu, params: &RowsParams, rows: usize) -> Result<(), Error> {
-        launch(gpu, &self.write_rows, params, (rows, 1, 1), 0)
+        let launch = Launch { grid: (rows as u32, 1), block: THREADS, shared_bytes: 0, early: true };
+        // SAFETY: as in `launch` below.
+        unsafe { gpu.launch(&self.write_rows, launch, &[argument(params)]) }
     }
 
     /// Copies tiles.

@@ -620,6 +620,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     }
     __syncwarp();
 #endif
+    wait_for_inputs();
+    let_next_start();
     u32 slot = 0, parity = 0;
     for (bool first = true;; first = false) {
         Item it;

@@ -9,8 +9,8 @@ pub(crate) mod prefill;
 use crate::Error;
 use crate::cache::cuda::layout::RecordShape;
 use crate::cache::cuda::{HEADERS as LAID_OUT, Rule, record_defines};
-use crate::device::cuda::{Gpu, Program};
-use cudarc::driver::{CudaFunction, DeviceRepr, LaunchConfig, PushKernelArg, sys};
+use crate::device::cuda::{Gpu, Launch, Program, argument};
+use cudarc::driver::{CudaFunction, DeviceRepr, sys};
 
 /// Query heads that one pass takes: the columns of a matrix instruction.
 pub(crate) const HEADS: usize = 8;
@@ -164,14 +164,15 @@ impl Kernel {
 
     /// Launches it for `layers` layers, `params.layer` being the first one's, on so many blocks each.
     pub(crate) fn launch(&self, gpu: &Gpu, params: &Params, layers: usize, blocks: usize) -> Result<(), Error> {
-        let config = LaunchConfig {
-            grid_dim: (blocks as u32, layers as u32, 1),
-            block_dim: (self.config.warps as u32 * 32, 1, 1),
-            shared_mem_bytes: self.config.shared as u32,
+        let launch = Launch {
+            grid: (blocks as u32, layers as u32),
+            block: self.config.warps as u32 * 32,
+            shared_bytes: self.config.shared as u32,
+            early: true,
         };
         // SAFETY: the parameters have the layout that the kernel declares; what they point to is owned by the caller's cache, and
         // lives until the stream has done the work.
-        unsafe { gpu.stream().launch_builder(&self.function).arg(params).launch(config) }?;
+        unsafe { gpu.launch(&self.function, launch, &[argument(params)]) }?;
         Ok(())
     }
 }

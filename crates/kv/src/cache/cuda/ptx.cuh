@@ -122,3 +122,16 @@ DEVICE void bulk_copy(u32 to, const u8* from, u32 bytes, u32 barrier) {
 // Orders ordinary accesses of shared memory before those of the copy engine.
 DEVICE void fence_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #endif
+
+// The two ends of an early launch: a kernel launched early may begin beside the one in front of it, and touches what that wrote behind
+// wait_for_inputs only; let_next_start lets the next one begin.
+DEVICE void wait_for_inputs() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
