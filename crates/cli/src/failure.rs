@@ -118,6 +118,10 @@ impl From<kvant_kv::Error> for Failure {
             }
             E::NotFinite { .. } => "the model's weights or the prompt give keys or values that no cache can hold",
             E::OutOfBlocks { .. } => "give the cache more memory, or ask for fewer tokens",
+            E::Gpu { .. } => "docs/cuda.md says what `--device cuda` needs; without it the CPU does the work",
+            E::GpuOutOfMemory { .. } => {
+                "take fewer requests, fewer tokens, a scheme of fewer bits, or a smaller --kv-memory"
+            }
             E::OutOfMemory { .. } => "`kvant info --memory SIZE --len TOKENS` says what fits",
             E::Threads { .. } => "give --threads a number from 1 to the cores of this machine",
             _ => "`kvant info` shows what this build supports",

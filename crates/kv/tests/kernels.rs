@@ -52,7 +52,7 @@ fn a_spill_and_an_error_are_seen() {
         for (int i = 0; i < 96; i++) a[i] = x[i * 1024 + threadIdx.x]; __syncthreads();\n\
         for (int i = 0; i < 96; i++) for (int j = 0; j < 96; j++) a[j] = a[j] * a[i] + 1.f; __syncthreads();\n\
         for (int i = 0; i < 96; i++) x[i * 1024 + threadIdx.x] = a[i]; }";
-    let program = Program { name: "spilling", source, headers: &[], defines: Vec::new(), registers: 255 };
+    let program = Program { name: "spilling", source, headers: &[], defines: Vec::new(), registers: 255, spills: 0 };
     assert!(check(&program, "sm_90a").is_some_and(|wrong| wrong.contains("spills")));
     let program = Program { source: "#include \"there.h\"\nbroken", ..program };
     assert!(check(&program, "sm_80").is_some_and(|wrong| wrong.contains("there.h")));

@@ -6,6 +6,7 @@ use crate::failure::Failure;
 use crate::table::{Align, Table};
 use crate::{models, output, rss, session, shape_text, units};
 use anyhow::Result;
+use kvant_kv::cuda::Gpu;
 use kvant_kv::{LayerShape, Scheme};
 use kvant_roofline::cost::resident_bytes;
 use serde::Serialize;
@@ -18,7 +19,7 @@ struct Info {
     kernels: Vec<Kernel>,
     products: Vec<Kernel>,
     threads: usize,
-    devices: Vec<&'static str>,
+    devices: Vec<String>,
     fits: Fits,
 }
 
@@ -73,8 +74,20 @@ pub fn run(args: &InfoArgs) -> Result<()> {
     if args.json { output::json(&info) } else { output::text("the report", &render(&info)) }
 }
 
+/// What work can run on. `gpu`: one is asked for, so that it is an error when there is none.
+fn devices(gpu: bool) -> Result<Vec<String>, Failure> {
+    let mut devices = vec!["cpu".to_string()];
+    match Gpu::open(0) {
+        Ok(card) => devices.push(format!("cuda: {}, {}", card.name(), card.architecture())),
+        Err(e) if gpu => return Err(e.into()),
+        Err(_) => {}
+    }
+    Ok(devices)
+}
+
 fn gather(args: &InfoArgs) -> Result<Info> {
-    let threads = args.machine.threads()?;
+    let threads = args.machine.host_threads();
+    let devices = devices(args.machine.on_gpu()?)?;
     let schemes = shape_text::schemes(&args.kv)?;
     let memory = rss::machine_memory_bytes();
     let memory_bytes = match (args.memory, memory) {
@@ -120,7 +133,7 @@ fn gather(args: &InfoArgs) -> Result<Info> {
         kernels: kernels(kvant_kv::attend::kernels()),
         products: kernels(kvant_engine::product_kernels()),
         threads,
-        devices: vec!["cpu"],
+        devices,
         fits: Fits {
             memory_bytes,
             kv_len,

@@ -121,13 +121,33 @@ fn scheme_files_are_refused_by_name_and_line_before_the_model_is_loaded() {
 
 #[test]
 fn what_is_not_built_yet_says_so() {
+    kvant(["generate", "--prompt", "a", "--random-weights", "x.json"]).is_refused("is not built yet");
+}
+
+#[test]
+fn a_gpu_that_is_not_there_is_one_sentence() {
+    for args in [&["eval", "--text", "x.txt", "--device", "cuda"][..], &["tune", "--text", "x.txt", "--device", "cuda"]]
+    {
+        kvant(args).is_refused("runs on the CPU only");
+    }
+    kvant(["bench", "attend", "--device", "tpu"]).is_refused("unknown device `tpu`");
+    kvant(["bench", "attend", "--ragged"]).is_refused("--ragged is of the GPU's kernels");
+    kvant(["bench", "decode", "--random-weights", "qwen3-4b"]).is_refused("--random-weights fills a model on a GPU");
+    kvant(["bench", "attend", "--device", "cuda", "--hot"]).is_refused("--hot is of the CPU's kernels");
+    if kvant_kv::cuda::Gpu::open(0).is_ok() {
+        println!("skipped: this machine has a GPU");
+        return;
+    }
     for args in [
-        &["generate", "--prompt", "a", "--device", "cuda"][..],
-        &["serve", "--device", "cuda"],
-        &["generate", "--prompt", "a", "--random-weights", "x.json"],
-        &["info", "--device", "cuda"],
+        &["info", "--device", "cuda"][..],
+        &["bench", "attend", "--device", "cuda"],
+        &["bench", "layers", "--device", "cuda"],
+        &["bench", "decode", "--device", "cuda", "--random-weights", "qwen3-4b", "--kv", "k4v4g64", "--steps", "130"],
+        &["roofline", "--device", "cuda"],
     ] {
-        kvant(args).is_refused("is not built yet");
+        let run = kvant(args);
+        run.is_refused("the GPU cannot be used: ");
+        assert!(run.stderr.contains("docs/cuda.md"), "{run:?}");
     }
 }
 

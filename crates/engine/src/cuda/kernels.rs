@@ -21,16 +21,30 @@ pub fn programs() -> Vec<Program> {
 
 fn small() -> Program {
     let source = include_str!("kernels.cu");
-    Program { name: "kernels", source, headers: HEADERS, defines: Vec::new(), registers: 48 }
+    Program { name: "kernels", source, headers: HEADERS, defines: Vec::new(), registers: 48, spills: 0 }
 }
 
 /// Two blocks of 256 threads on a multiprocessor.
 fn few() -> Program {
-    Program { name: "few", source: include_str!("few.cu"), headers: HEADERS, defines: Vec::new(), registers: 128 }
+    Program {
+        name: "few",
+        source: include_str!("few.cu"),
+        headers: HEADERS,
+        defines: Vec::new(),
+        registers: 128,
+        spills: 0,
+    }
 }
 
 pub(super) fn plain() -> Program {
-    Program { name: "plain", source: include_str!("plain.cu"), headers: HEADERS, defines: Vec::new(), registers: 56 }
+    Program {
+        name: "plain",
+        source: include_str!("plain.cu"),
+        headers: HEADERS,
+        defines: Vec::new(),
+        registers: 56,
+        spills: 0,
+    }
 }
 
 /// Rows that few.cu multiplies at once.

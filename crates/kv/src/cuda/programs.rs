@@ -62,5 +62,6 @@ pub fn reading() -> Program {
         headers: &[],
         defines: Vec::new(),
         registers: 64,
+        spills: 0,
     }
 }

@@ -89,7 +89,7 @@ DEVICE u64 page_of(const Params& p, u32 slot, u32 page) { return p.table[(u64)sl
 
 // A warp's stream of parts: what to copy next. Units of an item in steps of WARPS, each of some parts.
 struct Feed {
-    u32 unit, part, slot;
+    u32 unit, part;
     u32 page;  // of `unit`, asked for ahead
 };
 
@@ -123,11 +123,11 @@ DEVICE void copy_part(u32 to, const u8* from, u32 bytes, u32 barrier, u32 lane) 
 #endif
 }
 
-// Starts the copy of the next part, if there is one.
+// Starts the copy of the next part into a slot, if there is one.
 template <class R>
-DEVICE void feed_next(Feed& f, const Params& p, u32 layer, const R& row, u32 end, u32 ring, u32 barriers, u32 lane) {
+DEVICE void feed_next(Feed& f, const Params& p, u32 layer, const R& row, u32 end, u32 ring, u32 barriers, u32 slot, u32 lane) {
     if (f.unit < end) {
-        u32 parts = 2, bytes = TILE_HALF_BYTES, to = ring + f.slot * SLOT_BYTES;
+        u32 parts = 2, bytes = TILE_HALF_BYTES, to = ring + slot * SLOT_BYTES;
         const u8* from;
         if (K_BITS != 16 && f.unit < row.e.groups) {
             const u32 group = row.e.first_group + f.unit;
@@ -139,7 +139,7 @@ DEVICE void feed_next(Feed& f, const Params& p, u32 layer, const R& row, u32 end
         } else {
             from = tile_address(p, layer, row, f.unit, f.page) + f.part * TILE_HALF_BYTES;
         }
-        copy_part(to, from, bytes, barriers + f.slot * 8, lane);
+        copy_part(to, from, bytes, barriers + slot * 8, lane);
         if (++f.part == parts) {
             f.part = 0;
             f.unit += WARPS;
@@ -149,7 +149,6 @@ DEVICE void feed_next(Feed& f, const Params& p, u32 layer, const R& row, u32 end
 #if !BULK
     copy_commit();
 #endif
-    f.slot = f.slot + 1 == SLOTS ? 0 : f.slot + 1;
 }
 
 // A warp's partial result of an item.
@@ -322,7 +321,7 @@ DEVICE void run_units(State& s, const Params& p, u32 layer, const R& row, u32 be
     };
     auto done = [&] {
         __syncwarp();
-        feed_next(feed, p, layer, row, end, ring, barriers, lane);
+        feed_next(feed, p, layer, row, end, ring, barriers, slot, lane);
         if (++slot == SLOTS) slot = 0, parity ^= 1;
     };
     u32 unit = begin + warp;
@@ -484,9 +483,11 @@ DEVICE Heads heads_of(const Params& p, const Item& it, u32 layer) {
 }
 
 // Writes an item's result: the row's, or a partial one, and when it was the row's last one, the merged result.
-DEVICE void finish_item(const Params& p, const volatile Item& kept, const State& s, float* partials, u32* counters, u32 work, u32 sum, u32 maxima,
-                        u32 flag, u32 layer) {
-    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+DEVICE void finish_item(const Params& p, const volatile Item& kept, const State& s, u32 work) {
+    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, layer = blockIdx.y;
+    const u32 sum = work + MERGED * STATE_BYTES, maxima = work + WORK_BYTES + Q_BYTES, flag = maxima + WARPS * 32 + WARPS * SLOTS * 8;
+    float* partials = p.partials + (u64)layer * p.partial_stride * PARTIAL;
+    u32* counters = p.counters + (u64)layer * p.batch * p.kv_heads * p.head_blocks;
     const Item it = {kept.request, kept.head, kept.begin, kept.end, kept.split, kept.splits, kept.slot, kept.first_slot, kept.slot_step, kept.zero_slot};
     const Heads h = heads_of(p, it, layer);
     const u32 first_head = h.first, n = h.n, counter = it.request * p.kv_heads * p.head_blocks + it.head;
@@ -605,13 +606,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const u32 work = shared_address(shared), q = work + WORK_BYTES, maxima = q + Q_BYTES;
     const u32 ring = work + warp * RING_BYTES, barriers = maxima + WARPS * 32 + warp * SLOTS * 8;
-    const u32 flag = maxima + WARPS * 32 + WARPS * SLOTS * 8, sum = work + MERGED * STATE_BYTES;
+    const u32 sum = work + MERGED * STATE_BYTES;
     // The item waits here while registers are needed for its units.
     volatile Kept& kept = *(Kept*)(shared + WORK_BYTES + Q_BYTES + WARPS * 32 + WARPS * SLOTS * 8 + 16);
     const u32 layer = blockIdx.y;
-    const u32 heads = p.kv_heads * p.head_blocks;
-    float* partials = p.partials + (u64)layer * p.partial_stride * PARTIAL;
-    u32* counters = p.counters + (u64)layer * p.batch * heads;
 #if BULK
     if (lane == 0) {
 #pragma unroll
@@ -633,10 +631,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
         // Every warp has read what is kept before it is written anew.
         __syncthreads();
         if (threadIdx.x == 0) keep(kept, it, row, piece);
-        Feed feed = {it.begin + warp, 0, slot, 0};
+        Feed feed = {it.begin + warp, 0, 0};
         if (feed.unit < it.end) feed.page = page_number(p, row, feed.unit);
 #pragma unroll 1
-        for (int i = 0; i < SLOTS; i++) feed_next(feed, p, layer, row, it.end, ring, barriers, lane);
+        for (int i = 0; i < SLOTS; i++) feed_next(feed, p, layer, row, it.end, ring, barriers, (slot + i) % SLOTS, lane);
         // The row's query heads, scaled; heads and channels that are not there are zeros.
         const Heads h = heads_of(p, it, layer);
         for (u32 i = threadIdx.x; i < HEADS * CHANNELS / 2; i += WARPS * 32) {
@@ -653,7 +651,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
         run_units(s, p, layer, kept.row, kept.item.begin, kept.item.end, ring, barriers, q, feed, slot, parity);
         __syncthreads();
         merge_warps(s, work, sum, maxima);
-        finish_item(p, kept.item, s, partials, counters, work, sum, maxima, flag, layer);
+        finish_item(p, kept.item, s, work);
         // What was written here plainly is next written by the copy engine.
 #if BULK
         fence_copy_engine();

@@ -127,12 +127,19 @@ pub(crate) fn program(record: &RecordShape, config: &Config, softcap: bool, out:
         format!("OUT_BF16={}", u8::from(out == OutFormat::Bf16)),
     ]);
     let registers = (65536 / (config.warps * 32 * config.blocks_per_sm)).min(255) as u32;
-    Program { name: "attend", source: include_str!("attend.cu"), headers: HEADERS, defines, registers }
+    Program { name: "attend", source: include_str!("attend.cu"), headers: HEADERS, defines, registers, spills: 64 }
 }
 
 /// Plan.cu.
 pub(crate) fn plan_program() -> Program {
-    Program { name: "plan", source: include_str!("plan.cu"), headers: HEADERS, defines: Vec::new(), registers: 64 }
+    Program {
+        name: "plan",
+        source: include_str!("plan.cu"),
+        headers: HEADERS,
+        defines: Vec::new(),
+        registers: 64,
+        spills: 0,
+    }
 }
 
 /// A configuration, loaded on a card.

@@ -124,7 +124,14 @@ pub(crate) fn program(record: &RecordShape, config: &Config, softcap: bool, out:
         format!("PARAMS_BYTES={}", size_of::<Params>()),
         format!("SHARED={}", config.shared),
     ]);
-    Program { name: "prefill", source: include_str!("prefill.cu"), headers: PREFILL_HEADERS, defines, registers: 255 }
+    Program {
+        name: "prefill",
+        source: include_str!("prefill.cu"),
+        headers: PREFILL_HEADERS,
+        defines,
+        registers: 255,
+        spills: 16,
+    }
 }
 
 /// How a prompt's rows are cut.

@@ -93,7 +93,7 @@ mod tests {
 
     fn program(source: &'static str, defines: &[&str]) -> Program {
         let defines = defines.iter().map(ToString::to_string).collect();
-        Program { name: "p", source, headers: &[], defines, registers: 32 }
+        Program { name: "p", source, headers: &[], defines, registers: 32, spills: 0 }
     }
 
     #[test]
