@@ -16,8 +16,13 @@ use cudarc::driver::{CudaFunction, DeviceRepr, sys};
 pub(crate) const HEADS: usize = 8;
 
 /// Headers of all kernels here.
-pub(crate) const HEADERS: &[(&str, &str)] =
-    &[LAID_OUT[0], LAID_OUT[1], LAID_OUT[2], ("plan.cuh", include_str!("plan.cuh"))];
+pub(crate) const HEADERS: &[(&str, &str)] = &[
+    LAID_OUT[0],
+    LAID_OUT[1],
+    LAID_OUT[2],
+    ("plan.cuh", include_str!("plan.cuh")),
+    ("attend.cuh", include_str!("attend.cuh")),
+];
 
 /// `Params` of attend.cu; pointers are device addresses.
 #[repr(C)]
