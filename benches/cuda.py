@@ -17,6 +17,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benches/record/nvidia-h200/cuda"
 PAGE = ROOT / "docs/cuda.md"
+ROOFLINE = ROOT / "docs/roofline.md"
 
 # Batch, length, schemes, further flags; what was asked: share of read (percent), times torch, times our f16.
 RUNS = [
@@ -267,6 +268,7 @@ MARKS = ("<!-- cuda: begin -->", "<!-- cuda: end -->")
 
 
 def newest():
+    """The newest record that was kept."""
     records = sorted(RECORDS.glob("*.json"))
     return records[-1] if records else None
 
@@ -307,16 +309,41 @@ def page_text(path):
             lines.append(f"| {row['batch']} x {row['length']} | bf16 static cache | transformers, compiled | {row['step_median_ms']:.2f} | {row['batch'] / row['step_median_ms'] * 1e3:.0f} | | | | |")
         else:
             lines += ["", f"transformers: {row['error']}"]
+    if record.get("texts"):
+        both = [p for p, a, b in zip(record["texts"]["prompts"], record["texts"]["cpu"], record["texts"]["cuda"]) if a == b]
+        lines += ["", f"SmolLM2-135M, greedy, 24 tokens behind {len(record['texts']['prompts'])} prompts, CPU beside GPU: {len(both)} the same.", ""]
+        lines += [f"- {p!r}: {b!r}" + ("" if a == b else f"; CPU: {a!r}") for p, a, b in zip(record["texts"]["prompts"], record["texts"]["cpu"], record["texts"]["cuda"])]
+    if record.get("log"):
+        lines += ["", "Parity, divergence over 2,000 tokens of a book (first the packed cache, then f16), sanitizer, and 64 requests of Qwen3-4B's shape in 40 GB (f16, then packed), as they were printed:", "", "```", *record["log"], "```"]
     if record["serve"]:
         lines += ["", "64 requests of different lengths at once, SmolLM2-135M, `kvant serve --device cuda`:", "", "| scheme | output tokens/s | first token ms, median / p95 | between tokens ms, median / p95 |", "|---|---|---|---|"]
         lines += [f"| {r['scheme']} | {r['output_tok_s']:.0f} | {r['first_median_ms']:.0f} / {r['first_p95_ms']:.0f} | {r['between_median_ms']:.1f} / {r['between_p95_ms']:.1f} |" for r in record["serve"] if "error" not in r]
     return "\n".join(lines)
 
 
-def with_tables(page):
+def roofline_text(path):
+    """The GPU's roofline of a record, in Markdown."""
+    record = json.loads(path.read_text())
+    r = record["roofline"]
+    read = ", ".join(f"{bytes / 2**20:.0f} MiB {gbps:.0f}" for bytes, gbps in r["read"])
+    lines = [f"{r['card']}, {r['q_heads']} query heads, {r['kv_heads']} kv heads, head_dim {r['head_dim']}; commit {record['commit']}, `kvant roofline --device cuda`.",
+             f"Plain read, GB/s by bytes: {read}. Product of bf16: {r['matrix_gops'] / 1e3:.0f} Tflop/s. Empty launch in a graph: {r['launch_ns'] / 1e3:.1f} us.", "",
+             "| operation | scheme | batch x tokens | new rows | us | % of read | % of matrix | bound by |", "|---|---|---|---|---|---|---|---|"]
+    lines += [f"| {x['op']} | {x['scheme']} | {x['batch']} x {x['kv_len']} | {x['rows']} | {x['median_ns'] / 1e3:.1f} | {x['pct_of_read']:.0f} | {x['pct_of_matrix']:.1f} | {x['limit']} |" for x in r["rows"]]
+    lines += [""] + [f"- `kvant bench {name} --device cuda`: {' '.join(run['verdict'])}" for name, run in record["experiments"].items()]
+    return "\n".join(lines)
+
+
+def replaced(page, text):
     before, rest = page.split(MARKS[0])
     _, after = rest.split(MARKS[1])
-    return f"{before}{MARKS[0]}\n{page_text(newest())}\n{MARKS[1]}{after}"
+    return f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}"
+
+
+def pages():
+    """Each page with its text as the newest record has it."""
+    path = newest()
+    return [(page, replaced(page.read_text(), text(path))) for page, text in ((PAGE, page_text), (ROOFLINE, roofline_text))] if path else []
 
 
 if __name__ == "__main__":
@@ -324,9 +351,11 @@ if __name__ == "__main__":
         case ["measure", program, out, *parts]:
             measure(program, out, parts or list(PARTS))
         case ["page"]:
-            PAGE.write_text(with_tables(PAGE.read_text()))
+            for page, text in pages():
+                page.write_text(text)
         case ["check"]:
-            if newest() and with_tables(PAGE.read_text()) != PAGE.read_text():
-                sys.exit("docs/cuda.md does not show the newest record: run `python3 benches/cuda.py page`")
+            for page, text in pages():
+                if text != page.read_text():
+                    sys.exit(f"{page.relative_to(ROOT)} does not show the newest record: run `python3 benches/cuda.py page`")
         case _:
             sys.exit(__doc__)
