@@ -214,6 +214,12 @@ pub fn model_and_engine(
     limits: Limits,
 ) -> Result<(Arc<LoadedModel>, Engine)> {
     if machine.on_gpu()? {
+        for (flag, given) in [("--kernel", kernel.is_some()), ("--swap-dir", limits.swap.is_some())] {
+            if given {
+                let hint = "leave it out with --device cuda";
+                return Err(Failure::input(format!("{flag} is of the CPU's engine"), hint).into());
+            }
+        }
         let (model, weights) = load_on_gpu(located)?;
         let kernel = kernel.map(str::to_string);
         let options = EngineOptions { threads: machine.host_threads(), kernel, arm, schemes, limits };

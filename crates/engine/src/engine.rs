@@ -308,7 +308,11 @@ impl Engine {
                 return Err(Error::NeverFits { request: number, tokens, need, budget });
             }
         }
-        self.sequences.push(Sequence::new(number, request, Instant::now())?);
+        let sequence = Sequence::new(number, request, Instant::now())?;
+        if let Some(card) = &self.card {
+            card.check_fits(number, sequence.most_tokens(self.loaded.config().context))?;
+        }
+        self.sequences.push(sequence);
         self.next_request += 1;
         Ok(number)
     }
@@ -412,11 +416,12 @@ impl Engine {
     /// # Errors
     /// None in practice; those of the cache.
     pub fn clear(&mut self) -> Result<(), Error> {
-        if let Some(card) = &mut self.card {
-            self.sequences.iter().filter_map(Sequence::slot).try_for_each(|slot| card.free(slot))?;
-        }
-        self.sequences.clear();
+        let sequences = std::mem::take(&mut self.sequences);
         self.done.clear();
+        if let Some(card) = &mut self.card {
+            // Every slot is freed, whatever becomes of another one.
+            sequences.iter().filter_map(Sequence::slot).map(|slot| card.free(slot)).fold(Ok(()), Result::and)?;
+        }
         self.prefixes = Prefixes::default();
         self.cache = empty_cache(&self.layers, self.arm, self.schemes.as_ref(), self.limits.kv_memory)?;
         if let Some(codec) = &self.imitation {

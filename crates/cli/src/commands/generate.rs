@@ -70,7 +70,12 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     }
     let (schemes, arm) = session::schemes_and_arm(args.cache.kv.as_deref(), args.cache.arm, located.config.layers)?;
     session::check_schemes(&schemes, &located.config)?;
-    let (kernel, limits) = (args.kernel.as_deref(), Limits::default());
+    let kernel = args.kernel.as_deref();
+    // On a GPU every place has a window of its own from the start.
+    let limits = match on_gpu {
+        true => Limits { max_running: prompts.len(), ..Limits::default() },
+        false => Limits::default(),
+    };
     let (model, mut engine) = session::model_and_engine(&args.machine, &located, kernel, arm, schemes, limits)?;
     let tokens = session::tokens(&model, &prompts, args.chat)?;
     let mut prefill = Prefill::new(&tokens);

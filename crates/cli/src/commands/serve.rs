@@ -38,7 +38,7 @@ pub fn run(args: &ServeArgs) -> Result<()> {
     let kv_memory = if on_gpu { args.kv_memory } else { Some(kv_memory(args.kv_memory)?) };
     let located = session::locate(&args.model)?;
     let (schemes, arm) = session::schemes_and_arm(args.cache.kv.as_deref(), args.cache.arm, located.config.layers)?;
-    if arm == Arm::DequantOnce {
+    if arm == Arm::DequantOnce && !on_gpu {
         let hint = "leave --arm out";
         return Err(
             Failure::input("--arm dequant-once keeps a copy that requests cannot be moved out with", hint).into()

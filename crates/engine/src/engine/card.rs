@@ -8,6 +8,7 @@
 use super::{DecodeTime, Engine, EngineOptions};
 use crate::Error;
 use crate::cuda::{CHUNK, Decoder, DecoderOptions, Weights, bucket};
+use crate::limits::STEP_TOKENS;
 use crate::loaded::LoadedModel;
 use crate::request::Event;
 use crate::sequence::Place;
@@ -54,8 +55,15 @@ impl Card {
     }
 
     /// Whether a request of so many tokens can ever enter.
-    pub(super) fn fits(&self, tokens: usize) -> bool {
-        GpuCache::pages_of(tokens) <= self.cache().pages()
+    ///
+    /// # Errors
+    /// [`Error::NeverFits`].
+    pub(super) fn check_fits(&self, request: usize, tokens: usize) -> Result<(), Error> {
+        let (pages, all, bytes) = (GpuCache::pages_of(tokens), self.cache().pages(), self.cache().page_bytes());
+        match pages <= all {
+            true => Ok(()),
+            false => Err(Error::NeverFits { request, tokens, need: pages * bytes, budget: all * bytes }),
+        }
     }
 
     /// Pages that nobody has, and all.
@@ -95,6 +103,10 @@ impl Engine {
         let why = || format!("the GPU decodes up to {CHUNK} requests at once, not {most}");
         let slots = bucket(most).ok_or_else(|| Error::Limit { option: "max_running", why: why() })?;
         engine.limits.max_running = most;
+        if limits.step_tokens == STEP_TOKENS {
+            // The default is what a CPU is busy with; a card wants more rows at once.
+            engine.limits.step_tokens = CHUNK;
+        }
         let free = gpu.memory()?.0;
         let decoder_options = DecoderOptions { most_batch: slots, invariant: false };
         let bytes = limits.kv_memory.unwrap_or((free as f64 * SHARE) as usize);
@@ -148,14 +160,13 @@ impl Engine {
                 break;
             }
             let tokens = s.most_tokens(context);
-            if !card.fits(tokens) {
-                let (need, budget) = (GpuCache::pages_of(tokens), card.pages().1);
-                failed.push((i, Error::NeverFits { request: s.request, tokens, need, budget }));
+            if let Err(e) = card.check_fits(s.request, tokens) {
+                failed.push((i, e));
                 continue;
             }
             match card.decoder.cache_mut().add(tokens) {
                 Ok(slot) => {
-                    (s.place, s.stored) = (Place::Slot(slot), 0);
+                    (s.place, s.stored, s.served) = (Place::Slot(slot), 0, self.totals.steps);
                     left -= 1;
                     if s.enters() {
                         self.totals.prompt_tokens += s.prompt_len() as u64;
@@ -186,8 +197,11 @@ impl Engine {
         let mut failed = Vec::new();
         for (row, (&(i, ..), outcome)) in rows.iter().zip(outcomes).enumerate() {
             self.sequences[i].stored += 1;
-            if let Err(e) = outcome.and_then(|token| self.take_token(i, row, token, events)) {
-                failed.push((i, e));
+            match outcome.and_then(|token| self.take_token(i, row, token, events)) {
+                Ok(()) => {}
+                // The card itself failed, which is nobody's fault.
+                Err(e @ Error::Kv(kvant_kv::Error::Gpu { .. })) => return Err(e),
+                Err(e) => failed.push((i, e)),
             }
         }
         self.fail(failed, events)?;
@@ -199,14 +213,17 @@ impl Engine {
         let step = self.totals.steps + 1;
         let s = &mut self.sequences[i];
         let (Some(card), Some(slot)) = (self.card.as_mut(), s.slot()) else { return Ok(()) };
-        let end = s.tokens.len().min(s.stored + self.limits.step_tokens.max(crate::cuda::CHUNK));
+        let end = s.tokens.len().min(s.stored + self.limits.step_tokens.min(CHUNK));
         let outcome = card.decoder.prefill(slot, &s.tokens[s.stored..end]);
         card.count("prefill");
         s.served = step;
         let token = match outcome {
             Ok(token) => token,
-            // Its own numbers: others go on.
-            Err(e @ (Error::NanLogit { .. } | Error::Kv(kvant_kv::Error::NotFinite { .. }))) => {
+            // Its own numbers, or no room for its rows: others go on.
+            Err(
+                e @ (Error::NanLogit { .. }
+                | Error::Kv(kvant_kv::Error::NotFinite { .. } | kvant_kv::Error::GpuOutOfMemory { .. })),
+            ) => {
                 return self.fail(vec![(i, e)], events);
             }
             Err(e) => return Err(e),
@@ -217,7 +234,10 @@ impl Engine {
         if end == s.tokens.len()
             && let Err(e) = self.take_token(i, 0, token, events)
         {
-            return self.fail(vec![(i, e)], events);
+            return match e {
+                Error::Kv(kvant_kv::Error::Gpu { .. }) => Err(e),
+                e => self.fail(vec![(i, e)], events),
+            };
         }
         Ok(())
     }

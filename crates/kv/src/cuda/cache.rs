@@ -26,7 +26,7 @@ pub struct GpuOptions {
     pub slots: usize,
     /// Most tokens of a sequence.
     pub max_tokens: usize,
-    /// Bytes of device memory for pages and windows together.
+    /// Bytes of device memory for pages and windows together; partial results, and a prompt's scratch while one is computed, come on top.
     pub bytes: usize,
     /// How attention's results are written.
     pub out: OutFormat,
@@ -38,6 +38,9 @@ pub struct GpuOptions {
 
 /// Units of a piece of work in the invariant mode: 2,048 tokens in groups of 64.
 pub(super) const INVARIANT_CHUNK: u32 = 32;
+
+/// Requests of a launch are one axis of a grid.
+const MOST_SLOTS: usize = 65_535;
 
 /// A sequence in its slot.
 pub(super) struct Sequence {
@@ -87,6 +90,13 @@ impl GpuCache {
         if layers.is_empty() || options.slots == 0 || options.max_tokens == 0 {
             let what = "layers, slots and tokens of a cache (each 1 or more)";
             return Err(Error::Shape { what, expected: 1, got: 0 });
+        }
+        if options.slots > MOST_SLOTS {
+            let what = "sequences of a cache on a GPU, at most";
+            return Err(Error::Shape { what, expected: MOST_SLOTS, got: options.slots });
+        }
+        if let Some(value) = options.softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
+            return Err(Error::Number { what: "softcap", value, allowed: "a positive number" });
         }
         let layers: Vec<LayerConfig> = layers
             .iter()
@@ -171,6 +181,11 @@ impl GpuCache {
         self.pages
     }
 
+    /// Bytes of a page in all layers.
+    pub fn page_bytes(&self) -> usize {
+        self.kinds.iter().map(|kind| kind.sizes.page_bytes()).sum()
+    }
+
     /// Slots that no sequence has.
     pub fn free_slots(&self) -> usize {
         self.sequences.iter().filter(|s| s.is_none()).count()
@@ -198,7 +213,10 @@ impl GpuCache {
         };
         let pages = self.free_pages.split_off(self.free_pages.len() - need);
         let row = slot * self.table_len;
-        self.gpu.stream().memcpy_htod(&pages, &mut self.table.slice_mut(row..row + need))?;
+        if let Err(e) = self.gpu.stream().memcpy_htod(&pages, &mut self.table.slice_mut(row..row + need)) {
+            self.free_pages.extend(pages);
+            return Err(e.into());
+        }
         self.sequences[slot] = Some(Sequence { len: 0, pages });
         Ok(slot)
     }
@@ -261,6 +279,10 @@ impl GpuCache {
     pub fn vary(&mut self, pass: usize, blocks: Option<usize>) {
         for kind in &mut self.kinds {
             let most = kind.attend.iter().map(|k| k.blocks(&self.gpu)).min().unwrap_or(1);
+            if self.options.invariant {
+                // Its room for partial results is that of the usual passes.
+                continue;
+            }
             kind.sizes.pass = pass.clamp(1, crate::attend::cuda::HEADS);
             kind.sizes.blocks = blocks.map(|b| b.clamp(1, most));
         }
@@ -275,6 +297,7 @@ impl GpuCache {
             let sizes = &kind.sizes;
             bytes.packed_bytes += owned * sizes.record_page_bytes();
             match self.arm {
+                _ if !sizes.packs() => bytes.window_bytes += owned * sizes.tile_page_bytes(),
                 Arm::DequantOnce => bytes.copy_bytes += owned * sizes.tile_page_bytes(),
                 Arm::DequantStep => bytes.copy_bytes += self.pages * sizes.tile_page_bytes(),
                 _ => bytes.window_bytes += owned * sizes.tile_page_bytes(),

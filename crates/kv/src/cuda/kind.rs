@@ -276,11 +276,15 @@ impl Kind {
         &mut self,
         gpu: &Gpu,
         edge: impl Fn(usize) -> usize,
-        first: usize,
-        end: usize,
+        (first, end): (usize, usize),
+        split: bool,
     ) -> Result<(), Error> {
         let Sizes { shape, record, .. } = self.sizes;
         self.cut = self.prefill.cut(gpu, edge, (first, end), (shape.kv_heads, shape.gqa_ratio()));
+        if !split {
+            // How many parts keys are cut into depends on how many rows there are.
+            self.cut.splits = 1;
+        }
         if self.row_tiles.len() < self.cut.tiles.len() {
             self.row_tiles = gpu.zeros(self.cut.tiles.len())?;
         }

@@ -245,6 +245,11 @@ impl GpuCache {
     ) -> Result<(), Error> {
         let (kind, index) = self.kind(layer)?;
         let (gpu, sizes, slots) = (&self.gpu, &kind.sizes, self.options.slots);
+        if index + layers > sizes.layers || (layers > 1 && sizes.one_layer_of_tiles) {
+            let what = "layers of one launch (of one kind, and not dequantized for each)";
+            let expected = if sizes.one_layer_of_tiles { 1 } else { sizes.layers - index };
+            return Err(Error::Shape { what, expected, got: layers });
+        }
         let expected = layers * self.bucket * sizes.shape.q_heads * sizes.shape.head_dim;
         for (what, got) in [("length of q", q.len()), ("length of out", out.len())] {
             if got < expected {
@@ -326,7 +331,7 @@ impl GpuCache {
             if kind.sizes.packs() {
                 kind.reserve_scratch(&self.gpu, rule.edge(first) / TILE_LEN, end.div_ceil(TILE_LEN))?;
             }
-            kind.cut_prompt(&self.gpu, |position| rule.edge(position + 1), first, end)?;
+            kind.cut_prompt(&self.gpu, |position| rule.edge(position + 1), (first, end), !self.options.invariant)?;
         }
         self.now = Now::Prefill { slot, rows };
         Ok(())
@@ -419,6 +424,11 @@ impl GpuCache {
             return Err(Error::Shape { what: "prompts that were begun", expected: 1, got: 0 });
         };
         let (kind, index) = self.kind(layer)?;
+        let begin = self.sequence(slot)?.len;
+        if first_visible > begin {
+            let what = "first visible position of a prompt's rows, at most the first row's";
+            return Err(Error::Shape { what, expected: begin, got: first_visible });
+        }
         let (gpu, sizes) = (&self.gpu, &kind.sizes);
         let expected = rows * sizes.shape.q_heads * sizes.shape.head_dim;
         for (what, got) in [("length of q", q.len()), ("length of out", out.len())] {
@@ -446,7 +456,7 @@ impl GpuCache {
             kv_heads: sizes.shape.kv_heads as u32,
             ratio: sizes.shape.gqa_ratio() as u32,
             splits: kind.cut.splits as u32,
-            begin: self.sequence(slot)?.len as u32,
+            begin: begin as u32,
             first_visible: first_visible as u32,
             slot: slot as u32,
             table_len: self.table_len as u32,

@@ -29,6 +29,9 @@ const TOLERANCE: f64 = 2e-3;
 /// Tokens of a prompt's part while a cache is filled.
 const FILL: usize = 4096;
 
+/// Puts rows `from..to` of keys or values on the card.
+type Upload<'a> = dyn Fn(&[f32], usize, usize) -> Result<CudaSlice<f16>, kvant_kv::Error> + 'a;
+
 /// A cache on the card, its step begun.
 struct Subject {
     name: String,
@@ -111,7 +114,7 @@ fn lengths(batch: usize, kv_len: usize, ragged: bool) -> Vec<usize> {
     }
     // A step that shares no factor with the batch visits every place once.
     let step = (batch * 5 / 8..).find(|s| gcd(*s, batch) == 1).unwrap_or(1);
-    (0..batch).map(|i| kv_len / 2 + kv_len * (i * step % batch) / (batch - 1)).collect()
+    (0..batch).map(|i| (kv_len / 2 + kv_len * (i * step % batch) / (batch - 1)).max(1)).collect()
 }
 
 fn gcd(a: usize, b: usize) -> usize {
@@ -178,7 +181,7 @@ impl Subject {
         shape: LayerShape,
         len: usize,
         inputs: &Inputs,
-        upload: &dyn Fn(&[f32], usize, usize) -> Result<CudaSlice<f16>, kvant_kv::Error>,
+        upload: &Upload<'_>,
     ) -> Result<f64, kvant_kv::Error> {
         let q: Vec<f16> = inputs.q.iter().map(|&x| f16::from_f32(x)).collect();
         let mut out = gpu.upload(&vec![f32::NAN; q.len()])?;

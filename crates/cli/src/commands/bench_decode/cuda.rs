@@ -55,7 +55,7 @@ struct Row {
     routes: BTreeMap<String, u64>,
     cache_bytes: usize,
     weight_bytes: usize,
-    /// Most of the card's memory that was in use.
+    /// Of the card's memory, in use behind the steps.
     device_bytes: usize,
     kld_to_dequant_step: Option<f64>,
     /// Why there are no figures.

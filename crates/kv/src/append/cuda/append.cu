@@ -62,7 +62,8 @@ struct RowsParams {
 };
 static_assert(sizeof(RowsParams) == ROWS_BYTES, "");
 
-// One row a block: row blockIdx.x. A row whose values f16 cannot hold is reported and stored as it is: its request ends.
+// One row a block: row blockIdx.x. A value that f16 cannot hold is reported and stored as 0: its request ends, and whoever gets
+// its place next finds numbers only.
 extern "C" __global__ void __launch_bounds__(THREADS) write_rows(const __grid_constant__ RowsParams p) {
     wait_for_inputs();
     let_next_start();
@@ -77,12 +78,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) write_rows(const __grid_co
     for (u32 i = threadIdx.x; i < p.kv_heads * HEAD_DIM / 2; i += THREADS) {
         const u32 head = i / (HEAD_DIM / 2), channel = i % (HEAD_DIM / 2) * 2;
         const u64 at = ((u64)row * p.kv_heads + head) * HEAD_DIM + channel;
-        const u32 k = *(const u32*)(p.k + at), v = *(const u32*)(p.v + at);
+        u32 k = *(const u32*)(p.k + at), v = *(const u32*)(p.v + at);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const u16 x = k >> 16 * h, y = v >> 16 * h;
-            if (!finite(x)) report(p.fault, 0, p.named, head, position, slot, x);
-            if (!finite(y)) report(p.fault, 1, p.named, head, position, slot, y);
+            if (!finite(x)) report(p.fault, 0, p.named, head, position, slot, x), k &= ~(0xffffu << 16 * h);
+            if (!finite(y)) report(p.fault, 1, p.named, head, position, slot, y), v &= ~(0xffffu << 16 * h);
         }
         auto put = [&](u8* to, u32 token) {
             *(u32*)(to + tile_key_at(token, channel)) = k;

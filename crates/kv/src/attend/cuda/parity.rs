@@ -397,3 +397,28 @@ fn a_value_beyond_f16_is_reported() {
     assert!(fault.value.is_nan());
     assert_eq!(cache.take_fault().unwrap(), None);
 }
+
+/// Whoever gets the place of a sequence that brought such a value finds numbers only: a tile's rows that are not written anew are
+/// multiplied with weights of 0.
+#[test]
+fn a_poisoned_place_is_clean_for_the_next_one() {
+    let Some(gpu) = gpu() else { return };
+    for scheme in ["f16", "k4v4g64w128s4p512"] {
+        let case = decode(128, scheme, 40);
+        let x = numbers(&case);
+        let (k, mut v) = (rounded(&x.k), rounded(&x.v));
+        let row = case.kv_heads * case.head_dim;
+        v[33 * row..34 * row].fill(f16::INFINITY);
+        let (mut cache, slots) = filled(&gpu, &case, &[(k, v)], false, usize::MAX);
+        assert!(cache.take_fault().unwrap().is_some());
+        cache.remove(slots[0]).unwrap();
+        let (k, v, q) = (rounded(&x.k[..33 * row]), rounded(&x.v[..33 * row]), rounded(&x.q));
+        let slot = cache.add(33).unwrap();
+        cache.begin_prefill(slot, 32).unwrap();
+        let part = |x: &[f16]| gpu.upload(&x[..32 * row]).unwrap();
+        cache.append_prefill(0, &part(&k), &part(&v)).unwrap();
+        cache.end_prefill();
+        let out = step(&gpu, &case, &mut cache, &[slot], &[(k, v)], &q);
+        assert!(out.iter().all(|x| x.is_finite()), "{scheme}");
+    }
+}

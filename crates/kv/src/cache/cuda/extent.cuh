@@ -43,7 +43,8 @@ struct Extent {
 DEVICE Extent extent_of(const Rule& r, u32 len, u32 asked_first, bool packed) {
     Extent e = {len, 0, 0, 0, 0, 0, 0, 0};
     if (len == 0) return e;
-    e.first = first_seen(r, len - 1, asked_first);
+    // A query sees itself at least.
+    e.first = min(first_seen(r, len - 1, asked_first), len - 1);
     e.edge = edge_of(r, len - 1);
     u32 tiled_from = e.first;
     if (packed) {

@@ -124,7 +124,7 @@ DEVICE void fence_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" 
 #endif
 
 // The two ends of an early launch: a kernel launched early may begin beside the one in front of it, and touches what that wrote behind
-// wait_for_inputs only; let_next_start lets the next one begin.
+// wait_for_inputs only; let_next_start lets the next one begin. What is never written between steps (weights) may be read before.
 DEVICE void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
