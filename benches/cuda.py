@@ -18,6 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benches/record/nvidia-h200/cuda"
 PAGE = ROOT / "docs/cuda.md"
 ROOFLINE = ROOT / "docs/roofline.md"
+README = ROOT / "README.md"
 
 # Batch, length, schemes, further flags; what was asked: share of read (percent), times torch, times our f16.
 RUNS = [
@@ -334,6 +335,19 @@ def roofline_text(path):
     return "\n".join(lines)
 
 
+def readme_text(path):
+    """A few rows of whole steps for the front page."""
+    record = json.loads(path.read_text())
+    lines = [f"Whole decode steps on an {record['card']}, Qwen3-4B's shape with random weights (commit {record['commit']}; all tables: [docs/cuda.md](docs/cuda.md)):", "",
+             "| batch x prompt | f16 cache | `k4v4g64w128` | cache bytes, f16 over packed |", "|---|---|---|---|"]
+    for run in record["decode"]:
+        arms = {row["arm"]: row for row in run.get("rows", [])}
+        if "f16" in arms and "fused" in arms:
+            f, p = arms["f16"], arms["fused"]
+            lines.append(f"| {run['batch']} x {run['length']} | {f['step_median_ms']:.2f} ms | {p['step_median_ms']:.2f} ms ({f['step_median_ms'] / p['step_median_ms']:.2f}x) | {f['cache_bytes'] / p['cache_bytes']:.2f}x |")
+    return "\n".join(lines)
+
+
 def replaced(page, text):
     before, rest = page.split(MARKS[0])
     _, after = rest.split(MARKS[1])
@@ -343,7 +357,7 @@ def replaced(page, text):
 def pages():
     """Each page with its text as the newest record has it."""
     path = newest()
-    return [(page, replaced(page.read_text(), text(path))) for page, text in ((PAGE, page_text), (ROOFLINE, roofline_text))] if path else []
+    return [(page, replaced(page.read_text(), text(path))) for page, text in ((PAGE, page_text), (ROOFLINE, roofline_text), (README, readme_text))] if path else []
 
 
 if __name__ == "__main__":

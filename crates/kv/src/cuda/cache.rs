@@ -81,6 +81,20 @@ pub struct GpuCache {
 }
 
 impl GpuCache {
+    /// Bytes that so many sequences of `tokens` tokens take, windows and whole pages: what [`GpuOptions::bytes`] has to be for them to be in
+    /// the cache at once.
+    ///
+    /// # Errors
+    /// As [`GpuCache::new`] for schemes that the GPU does not read.
+    pub fn bytes_of(layers: &[LayerConfig], arm: Arm, sequences: usize, tokens: usize) -> Result<usize, Error> {
+        let one = |layer: &LayerConfig| {
+            let scheme = if arm == Arm::F16 { Scheme::F16 } else { layer.scheme };
+            let sizes = Sizes::of(&LayerConfig { scheme, ..*layer }, arm, 1)?;
+            Ok(sizes.slot_bytes() + Self::pages_of(tokens) * sizes.page_bytes())
+        };
+        Ok(sequences * layers.iter().map(one).sum::<Result<usize, Error>>()?)
+    }
+
     /// An empty cache. Memory for all pages is taken now.
     ///
     /// # Errors
@@ -328,5 +342,39 @@ impl GpuCache {
         let page = self.sequences[slot].as_ref().expect("a sequence").pages[group / groups] as usize;
         let place = (index * self.pages + page) * sizes.shape.kv_heads + head;
         (place * groups + group % groups) * sizes.record.record_bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::LayerShape;
+
+    /// 36 layers of 8 kv heads of 128 channels: 4,000 tokens take 16 pages.
+    #[test]
+    fn bytes_of_requests() {
+        let of = |scheme: &str, arm| {
+            let shape = LayerShape::new(32, 8, 128).unwrap();
+            let layer = LayerConfig { shape, scheme: scheme.parse().unwrap(), visible: None };
+            GpuCache::bytes_of(&vec![layer; 36], arm, 1, 4000).unwrap()
+        };
+        let f16 = of("f16", Arm::F16);
+        assert_eq!(f16, 16 * 256 * 36 * 8 * 2 * 128 * 2);
+        assert_eq!(40_000_000_000 / f16, 66, "as many as were counted on a card");
+        let packed = of("k4v4g64w128", Arm::Fused);
+        // Codes and parameters of 4,096 tokens, and a ring of 13 tiles of 16 tokens.
+        assert_eq!(packed, 36 * 8 * (4096 / 64 * 9216 + 13 * 16 * 2 * 128 * 2));
+        assert_eq!(40_000_000_000 / packed, 199);
+        assert!(GpuCache::bytes_of(&[], Arm::F16, 1, 1).is_ok_and(|bytes| bytes == 0));
+    }
+
+    #[test]
+    fn what_the_card_does_not_read_is_refused() {
+        for scheme in ["bf16", "ktq4v4g64", "k2l4v2g64", "k4v4g64.mse"] {
+            let shape = LayerShape::new(32, 8, 128).unwrap();
+            let layer = LayerConfig { shape, scheme: scheme.parse().unwrap(), visible: None };
+            let why = GpuCache::bytes_of(&[layer], Arm::Fused, 1, 1).unwrap_err().to_string();
+            assert!(why.contains("CPU only"), "{scheme}: {why}");
+        }
     }
 }
