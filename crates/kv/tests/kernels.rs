@@ -3,7 +3,7 @@
 //! and fails if REQUIRE_NVRTC is set.
 //! NOT here: what kernels compute.
 
-use kvant_kv::cuda::{ARCHITECTURES, Program, all_programs, compiler_version, programs};
+use kvant_kv::cuda::{ARCHITECTURES, Program, all_programs, attention_programs, compiler_version, programs};
 use rayon::prelude::*;
 
 /// False, and said so, where NVRTC is absent.
@@ -23,8 +23,12 @@ fn every_program_compiles_for_every_architecture_within_its_registers() {
     if !compiler() {
         return;
     }
-    // Every shape for one architecture, the usual ones for all.
-    let of = |a: &'static str| if a == "sm_90a" { all_programs(a) } else { programs(a) };
+    // The usual shapes for all architectures, decode attention of all kinds of shapes for one; with KVANT_ALL_KERNELS everything.
+    let of = |a: &'static str| match (std::env::var_os("KVANT_ALL_KERNELS").is_some(), a) {
+        (true, _) => all_programs(a),
+        (false, "sm_90a") => programs(a).into_iter().chain(attention_programs(a)).collect(),
+        _ => programs(a),
+    };
     let cases: Vec<_> = ARCHITECTURES.into_iter().flat_map(|a| of(a).into_iter().map(move |p| (p, a))).collect();
     let wrong: Vec<String> =
         cases.par_iter().filter_map(|(program, architecture)| check(program, architecture)).collect();

@@ -12,5 +12,5 @@ mod steps;
 pub use crate::attend::cuda::OutFormat;
 pub use crate::device::cuda::*;
 pub use cache::{GpuCache, GpuOptions, PAGE_LEN};
-pub use programs::{all_programs, programs, reading};
+pub use programs::{all_programs, attention_programs, programs, reading};
 pub use steps::Fault;
