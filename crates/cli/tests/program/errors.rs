@@ -126,8 +126,10 @@ fn what_is_not_built_yet_says_so() {
 
 #[test]
 fn a_gpu_that_is_not_there_is_one_sentence() {
-    for args in [&["eval", "--text", "x.txt", "--device", "cuda"][..], &["tune", "--text", "x.txt", "--device", "cuda"]]
-    {
+    for args in [
+        &["eval", "--text", "x.txt", "--device", "cuda"][..],
+        &["tune", "--text", "x.txt", "--budget-bits", "3", "--device", "cuda"],
+    ] {
         kvant(args).is_refused("runs on the CPU only");
     }
     kvant(["bench", "attend", "--device", "tpu"]).is_refused("unknown device `tpu`");
