@@ -145,7 +145,7 @@ impl Engine {
             *steps += 1;
             *time += started.elapsed();
         }
-        self.set_finished_aside_on_card()
+        self.set_finished_aside()
     }
 
     /// Requests enter in order while there are slots and pages.
@@ -257,27 +257,6 @@ impl Engine {
         }
         let chosen = events[before..].iter().filter(|e| matches!(e, Event::Token { .. }));
         self.totals.output_tokens += chosen.count() as u64;
-        Ok(())
-    }
-
-    /// Ended requests give their slots back at once; nothing is kept of them.
-    fn set_finished_aside_on_card(&mut self) -> Result<(), Error> {
-        let (finished, running): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut self.sequences).into_iter().partition(crate::sequence::Sequence::finished);
-        self.sequences = running;
-        if !finished.is_empty()
-            && let Some(card) = &self.card
-        {
-            // What was held when the last one ended, all still in it, is what a generation reports.
-            self.held_on_card = card.bytes();
-        }
-        for mut s in finished {
-            if let (Some(slot), Some(card)) = (s.slot(), self.card.as_mut()) {
-                card.free(slot)?;
-                s.place = Place::Waiting;
-            }
-            self.done.push(s);
-        }
         Ok(())
     }
 }

@@ -119,8 +119,7 @@ impl Engine {
             self.decode.steps += 1;
             self.decode.time += started.elapsed();
         }
-        self.set_finished_aside();
-        Ok(())
+        self.set_finished_aside()
     }
 
     /// Gives each of these sequences its next token, from one row of logits each.
@@ -310,15 +309,25 @@ impl Engine {
         s.uses.push(node);
     }
 
-    /// Ended requests no longer take part; what they hold stays until somebody takes them or needs the memory.
-    fn set_finished_aside(&mut self) {
+    /// Ended requests no longer take part; what they hold stays until somebody takes them or needs the memory. On a card, where
+    /// nothing is kept of them, they give their slots back at once.
+    pub(super) fn set_finished_aside(&mut self) -> Result<(), Error> {
         let (finished, running): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.sequences).into_iter().partition(Sequence::finished);
         self.sequences = running;
+        if let Some(card) = self.card.as_ref().filter(|_| !finished.is_empty()) {
+            // What was held when the last one ended, all still in it, is what a generation reports.
+            self.held_on_card = card.bytes();
+        }
         for mut s in finished {
             self.prefixes.give_back(&s.leave_pages());
+            if let (Some(slot), Some(card)) = (s.slot(), self.card.as_mut()) {
+                card.free(slot)?;
+                s.place = Place::Waiting;
+            }
             self.done.push(s);
         }
+        Ok(())
     }
 
     /// Frees all that a request holds.

@@ -4,6 +4,7 @@
 
 use super::{Captured, GpuReader, LAUNCHES, interleave};
 use crate::cost::{Cost, Work};
+use crate::timer::COLD_BYTES;
 use half::{bf16, f16};
 use kvant_kv::cuda::cudarc::cublaslt::{self, CudaBlasLT, Matmul, MatmulConfig};
 use kvant_kv::cuda::cudarc::driver::CudaSlice;
@@ -102,8 +103,6 @@ pub struct GpuSettings {
 
 /// Rounds of every row.
 const ROUNDS: usize = 20;
-/// Bytes that rotating copies exceed together.
-const COLD_BYTES: usize = 600_000_000;
 /// Shares of a ceiling that count as reaching it.
 const REACHED: f64 = 85.0;
 

@@ -16,10 +16,9 @@ use kvant_kv::cuda::{Gpu, GpuCache, GpuOptions, OutFormat};
 use kvant_kv::{Arm, AttendOptions, Cache, LayerConfig, LayerShape, Rows, Scheme};
 use kvant_roofline::Cost;
 use kvant_roofline::cuda::{Captured, GpuReader, LAUNCHES, interleave};
+use kvant_roofline::timer::COLD_BYTES;
 use std::sync::Arc;
 
-/// Bytes that the layers of one cache exceed together: ten times the largest second-level cache there is.
-const COLD_BYTES: usize = 600_000_000;
 /// Most layers of one cache.
 const LAYERS: usize = 96;
 /// Rounds when `--rounds` is left out.

@@ -16,14 +16,13 @@ use kvant_kv::cuda::cudarc::driver::CudaSlice;
 use kvant_kv::cuda::{Gpu, GpuCache, GpuOptions, OutFormat};
 use kvant_kv::{Arm, Error, LayerConfig, LayerShape, Scheme};
 use kvant_roofline::cuda::{Captured, GpuReader, LAUNCHES, interleave};
+use kvant_roofline::timer::COLD_BYTES;
 use kvant_roofline::{Cost, Timing};
 use serde::Serialize;
 use std::sync::Arc;
 
 /// Rounds of every comparison.
 const ROUNDS: usize = 20;
-/// Bytes that all layers of a cache exceed together.
-const COLD_BYTES: usize = 600_000_000;
 /// Query heads and kv heads of questions that do not vary them.
 const HEADS: (usize, usize) = (32, 8);
 

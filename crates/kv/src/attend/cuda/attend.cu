@@ -356,78 +356,78 @@ DEVICE void finish_item(const Params& p, const volatile Item& kept, const State&
     const Heads h = heads_of(p, it, layer);
     const u32 first_head = h.first, n = h.n, counter = it.request * p.kv_heads * p.head_blocks + it.head;
     const u64 q_row = h.at;
-            float* own = partials + (u64)it.slot * PARTIAL;
-            for (u32 o = threadIdx.x; o < n * HEAD_DIM; o += WARPS * 32) {
-                const u32 head = o / HEAD_DIM, channel = o % HEAD_DIM, slice = channel / 16, r = channel % 16;
-                const u32 holder = r % 8 * 4 + head / 2, e = r / 8 * 2 + head % 2;
-                float v = load_shared_float(sum + ((slice * 4 + e) * 32 + holder) * 4);
-    #if K_BITS != 16
-                v += load_shared_float(sum + ((SLICES * 4 + head % 2) * 32 + v_group(slice) * 4 + head / 2) * 4);
-    #endif
-                float weights = load_shared_float(sum + ((SLICES * 4 + 2 + head % 2) * 32 + head / 2) * 4);
-                if (it.splits > 1) {
-                    __stcg(own + o, v);
-                    if (channel == 0) __stcg(own + HEADS * HEAD_DIM + HEADS + head, weights);
-                } else {
-                    if (p.sink_logits) {
-                        const float logit = p.sink_logits[first_head + head] * 1.4426950408889634f;
-                        float m = NOTHING;
-                        for (int w = 0; w < WARPS; w++) m = fmaxf(m, load_shared_float(maxima + w * 32 + head * 4));
-                        const float most = fmaxf(m, logit), f = exp2_approx(m - most);
-                        v *= f, weights = weights * f + exp2_approx(logit - most);
-                    }
-                    store_out(p, q_row + o, v / weights);
-                }
+    float* own = partials + (u64)it.slot * PARTIAL;
+    for (u32 o = threadIdx.x; o < n * HEAD_DIM; o += WARPS * 32) {
+        const u32 head = o / HEAD_DIM, channel = o % HEAD_DIM, slice = channel / 16, r = channel % 16;
+        const u32 holder = r % 8 * 4 + head / 2, e = r / 8 * 2 + head % 2;
+        float v = load_shared_float(sum + ((slice * 4 + e) * 32 + holder) * 4);
+#if K_BITS != 16
+        v += load_shared_float(sum + ((SLICES * 4 + head % 2) * 32 + v_group(slice) * 4 + head / 2) * 4);
+#endif
+        float weights = load_shared_float(sum + ((SLICES * 4 + 2 + head % 2) * 32 + head / 2) * 4);
+        if (it.splits > 1) {
+            __stcg(own + o, v);
+            if (channel == 0) __stcg(own + HEADS * HEAD_DIM + HEADS + head, weights);
+        } else {
+            if (p.sink_logits) {
+                const float logit = p.sink_logits[first_head + head] * 1.4426950408889634f;
+                float m = NOTHING;
+                for (int w = 0; w < WARPS; w++) m = fmaxf(m, load_shared_float(maxima + w * 32 + head * 4));
+                const float most = fmaxf(m, logit), f = exp2_approx(m - most);
+                v *= f, weights = weights * f + exp2_approx(logit - most);
             }
-            if (it.splits > 1) {
-                if (warp == 0 && lane < 4) {
-                    __stcg(own + HEADS * HEAD_DIM + 2 * lane, s.m0);
-                    __stcg(own + HEADS * HEAD_DIM + 2 * lane + 1, s.m1);
-                }
-                __syncthreads();
-                if (threadIdx.x == 0) {
-                    u32 before;
-                    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counters + counter) : "memory");
-                    if (before == it.splits - 1) counters[counter] = 0;
-                    store_shared(flag, before == it.splits - 1);
-                }
-                __syncthreads();
-                if (load_shared(flag)) {
-                    // The last one to come merges all: first each head's weight, then four channels a thread, split by split in order.
-                    for (u32 head = warp; head < n; head += WARPS) {
-                        const float extra = p.sink_logits ? p.sink_logits[first_head + head] * 1.4426950408889634f : NOTHING;
-                        const Total total = total_of(partials, it, head, extra, lane);
-                        if (lane == 0) store_shared_float(maxima + head * 8, total.m), store_shared_float(maxima + head * 8 + 4, total.inverse);
-                    }
-                    __syncthreads();
-                    constexpr u32 FOURS = HEAD_DIM / 4, THREADS = WARPS * 32;
-                    const u32 positions = n * FOURS, teams = max(1u, THREADS / positions);
-                    const u32 team = threadIdx.x / positions;
-                    for (u32 pos = teams > 1 ? threadIdx.x % positions : threadIdx.x; pos < positions && team < teams; pos += THREADS) {
-                        const u32 head = pos / FOURS;
-                        const float m = load_shared_float(maxima + head * 8), inverse = load_shared_float(maxima + head * 8 + 4);
-                        float4 a = make_float4(0, 0, 0, 0);
-    #pragma unroll 4
-                        for (u32 i = team; i < it.splits; i += teams) {
-                            const float* part = partials + (u64)(i == 0 ? it.zero_slot : it.first_slot + i * it.slot_step) * PARTIAL;
-                            const float f = exp2_approx(__ldcg(part + HEADS * HEAD_DIM + head) - m) * inverse;
-                            const float4 b = __ldcg((const float4*)part + pos);
-                            a.x += f * b.x, a.y += f * b.y, a.z += f * b.z, a.w += f * b.w;
-                        }
-                        store_shared_float4(work + (team * positions + pos) * 16, a);
-                    }
-                    __syncthreads();
-                    for (u32 pos = threadIdx.x; pos < positions; pos += THREADS) {
-                        float4 a = load_shared_float4(work + pos * 16);
-                        for (u32 i = 1; i < teams; i++) {
-                            const float4 b = load_shared_float4(work + (i * positions + pos) * 16);
-                            a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w;
-                        }
-                        const u64 at = q_row + pos * 4;
-                        store_out(p, at, a.x), store_out(p, at + 1, a.y), store_out(p, at + 2, a.z), store_out(p, at + 3, a.w);
-                    }
-                }
+            store_out(p, q_row + o, v / weights);
+        }
+    }
+    if (it.splits > 1) {
+        if (warp == 0 && lane < 4) {
+            __stcg(own + HEADS * HEAD_DIM + 2 * lane, s.m0);
+            __stcg(own + HEADS * HEAD_DIM + 2 * lane + 1, s.m1);
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            u32 before;
+            asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counters + counter) : "memory");
+            if (before == it.splits - 1) counters[counter] = 0;
+            store_shared(flag, before == it.splits - 1);
+        }
+        __syncthreads();
+        if (load_shared(flag)) {
+            // The last one to come merges all: first each head's weight, then four channels a thread, split by split in order.
+            for (u32 head = warp; head < n; head += WARPS) {
+                const float extra = p.sink_logits ? p.sink_logits[first_head + head] * 1.4426950408889634f : NOTHING;
+                const Total total = total_of(partials, it, head, extra, lane);
+                if (lane == 0) store_shared_float(maxima + head * 8, total.m), store_shared_float(maxima + head * 8 + 4, total.inverse);
             }
+            __syncthreads();
+            constexpr u32 FOURS = HEAD_DIM / 4, THREADS = WARPS * 32;
+            const u32 positions = n * FOURS, teams = max(1u, THREADS / positions);
+            const u32 team = threadIdx.x / positions;
+            for (u32 pos = teams > 1 ? threadIdx.x % positions : threadIdx.x; pos < positions && team < teams; pos += THREADS) {
+                const u32 head = pos / FOURS;
+                const float m = load_shared_float(maxima + head * 8), inverse = load_shared_float(maxima + head * 8 + 4);
+                float4 a = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+                for (u32 i = team; i < it.splits; i += teams) {
+                    const float* part = partials + (u64)(i == 0 ? it.zero_slot : it.first_slot + i * it.slot_step) * PARTIAL;
+                    const float f = exp2_approx(__ldcg(part + HEADS * HEAD_DIM + head) - m) * inverse;
+                    const float4 b = __ldcg((const float4*)part + pos);
+                    a.x += f * b.x, a.y += f * b.y, a.z += f * b.z, a.w += f * b.w;
+                }
+                store_shared_float4(work + (team * positions + pos) * 16, a);
+            }
+            __syncthreads();
+            for (u32 pos = threadIdx.x; pos < positions; pos += THREADS) {
+                float4 a = load_shared_float4(work + pos * 16);
+                for (u32 i = 1; i < teams; i++) {
+                    const float4 b = load_shared_float4(work + (i * positions + pos) * 16);
+                    a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w;
+                }
+                const u64 at = q_row + pos * 4;
+                store_out(p, at, a.x), store_out(p, at + 1, a.y), store_out(p, at + 2, a.z), store_out(p, at + 3, a.w);
+            }
+        }
+    }
 }
 
 // Which item comes next for this block, if any; `piece` becomes the one after it.
