@@ -8,6 +8,7 @@
 mod access;
 mod admission;
 mod api;
+mod listen;
 mod metrics;
 mod options;
 mod page;
@@ -18,5 +19,6 @@ mod worker;
 
 #[doc(hidden)]
 pub use api::takes;
+pub use listen::listen;
 pub use options::Options;
 pub use serve::{ServeError, Server};

@@ -9,7 +9,7 @@ use crate::{output, rss, session};
 use anyhow::Result;
 use kvant_engine::{Arm, Limits};
 use kvant_server::{Options, Server};
-use std::net::{TcpListener, ToSocketAddrs};
+use std::net::TcpListener;
 use std::path::Path;
 use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -85,7 +85,6 @@ pub fn run(args: &ServeArgs) -> Result<()> {
         .build()?;
     let ended = runtime.block_on(async {
         let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-        listener.set_nonblocking(true)?;
         let listener = tokio::net::TcpListener::from_std(listener)?;
         let (name, scheme) = (options.model.clone(), options.scheme.clone());
         let server = Server::new(engine, model, options)?;
@@ -162,8 +161,7 @@ fn listen(host: &str, port: u16) -> Result<TcpListener, Failure> {
     let hint =
         "--host takes an address of this machine (127.0.0.1, 0.0.0.0, ::1), --port one that nobody listens on (0: any)";
     let refused = |e: std::io::Error| Failure::input(format!("cannot listen on {host} port {port}: {e}"), hint);
-    let addresses: Vec<_> = (host, port).to_socket_addrs().map_err(refused)?.collect();
-    TcpListener::bind(&addresses[..]).map_err(refused)
+    kvant_server::listen((host, port)).map_err(refused)
 }
 
 /// What `/v1/models` calls the model: the name that `--model` was given, OWNER/NAME for one of the hub, or the name of its

@@ -3,7 +3,7 @@
 use crate::tiny_model::Tiny;
 use kvant_engine::{Arm, Engine, EngineOptions, Limits, LoadedModel, Products, load_schemes};
 use kvant_kv::RowCodec;
-use kvant_server::{Options, ServeError, Server};
+use kvant_server::{Options, ServeError, Server, listen};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -66,13 +66,12 @@ impl Site {
             engine.pass_every_row(codec);
         }
         let (stop, stopped) = tokio::sync::oneshot::channel();
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let listener = listen("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let key = setup.options.api_key.clone();
         let thread = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
             runtime.block_on(async {
-                listener.set_nonblocking(true).unwrap();
                 let listener = tokio::net::TcpListener::from_std(listener).unwrap();
                 let server = Server::new(engine, model, setup.options)?;
                 server.run(listener, async { drop(stopped.await) }).await
