@@ -329,6 +329,16 @@ impl Engine {
         Ok(true)
     }
 
+    /// Requests that it decodes at once at most: those of its limits, or fewer where a card has no room for more windows.
+    pub fn most_running(&self) -> usize {
+        self.limits.max_running
+    }
+
+    /// Whether it can decode at all after an error of [`Engine::step`]: not on a GPU that stopped answering.
+    pub fn answers(&self) -> bool {
+        self.card_answers()
+    }
+
     /// What it is doing and has done.
     pub fn status(&self) -> Status {
         let mut status = Status {

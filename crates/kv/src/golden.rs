@@ -46,10 +46,17 @@ impl<'a> Golden<'a> {
     }
 
     fn get<T: bytemuck::AnyBitPattern>(&self, name: &str, dtype: Dtype) -> (Vec<usize>, Vec<T>) {
-        let t = self.0.tensor(name).unwrap_or_else(|e| panic!("golden tensor {name}: {e}"));
-        assert_eq!(t.dtype(), dtype, "{name}");
+        self.find(name, dtype).unwrap_or_else(|why| panic!("{why}"))
+    }
+
+    /// Shape and numbers of a tensor, or what is wrong with it.
+    fn find<T: bytemuck::AnyBitPattern>(&self, name: &str, dtype: Dtype) -> Result<(Vec<usize>, Vec<T>), String> {
+        let t = self.0.tensor(name).map_err(|e| format!("golden tensor {name}: {e}"))?;
+        if t.dtype() != dtype {
+            return Err(format!("golden tensor {name}: {:?}, not {dtype:?}", t.dtype()));
+        }
         let values = t.data().chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect();
-        (t.shape().to_vec(), values)
+        Ok((t.shape().to_vec(), values))
     }
 
     fn f16(&self, name: &str) -> (Vec<usize>, Vec<f16>) {

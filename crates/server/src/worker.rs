@@ -3,7 +3,7 @@
 //! request ended.
 //!
 //! A group whose receiver is gone is cancelled before the next step. An engine's error fails every request that it
-//! dropped, a panic fails all there are, and the thread goes on.
+//! dropped, a panic fails all there are, and the thread goes on, unless the engine's device answers no more.
 //! NOT here: HTTP, JSON, who may come in (admission.rs).
 
 use crate::admission::{Admission, Places};
@@ -104,7 +104,7 @@ impl Worker {
         let (commands, received) = mpsc::channel(admission.places() + 2);
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
             let published = Published { at: Instant::now(), tokens: 0 };
-            Loop { engine, live: HashMap::new(), admission, metrics, shared, published }.run(received);
+            Loop { engine, live: HashMap::new(), admission, metrics, shared, published, gone: false }.run(received);
         })?;
         Ok((Self { commands }, thread))
     }
@@ -180,6 +180,8 @@ struct Loop {
     metrics: Arc<Metrics>,
     shared: Arc<Shared>,
     published: Published,
+    /// The engine's device does not answer any more.
+    gone: bool,
 }
 
 /// When figures were published, and tokens since.
@@ -207,6 +209,10 @@ impl Loop {
             self.cancel_those_nobody_waits_for();
             if !self.live.is_empty() {
                 self.step();
+            }
+            if self.gone {
+                // Whoever is on the way finds nobody (`Gone`), and the server ends.
+                return;
             }
         }
     }
@@ -317,6 +323,10 @@ impl Loop {
         // Before anyone is told: whoever has an answer finds it in the figures.
         self.publish();
         self.fail_all(&Failed::Engine(error.into()));
+        self.gone = !self.engine.answers();
+        if self.gone {
+            tracing::error!("the device does not answer any more; the server ends, so that a new one can be started");
+        }
     }
 
     fn panicked(&mut self) {

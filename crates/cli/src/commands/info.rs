@@ -6,8 +6,8 @@ use crate::failure::Failure;
 use crate::table::{Align, Table};
 use crate::{models, output, rss, session, shape_text, units};
 use anyhow::Result;
-use kvant_kv::cuda::Gpu;
-use kvant_kv::{LayerShape, Scheme};
+use kvant_kv::cuda::{Gpu, GpuCache};
+use kvant_kv::{Arm, LayerConfig, LayerShape, Scheme};
 use kvant_roofline::cost::resident_bytes;
 use serde::Serialize;
 
@@ -74,26 +74,31 @@ pub fn run(args: &InfoArgs) -> Result<()> {
     if args.json { output::json(&info) } else { output::text("the report", &render(&info)) }
 }
 
-/// What work can run on. `gpu`: one is asked for, so that it is an error when there is none.
-fn devices(gpu: bool) -> Result<Vec<String>, Failure> {
-    let mut devices = vec!["cpu".to_string()];
-    match Gpu::open(0) {
-        Ok(card) => devices.push(format!("cuda: {}, {}", card.name(), card.architecture())),
-        Err(e) if gpu => return Err(e.into()),
-        Err(_) => {}
+/// What work can run on, and the bytes that are free on a GPU. `gpu`: one is asked for, so that it is an error when there is none.
+fn devices(gpu: bool) -> Result<(Vec<String>, Option<usize>), Failure> {
+    let cpu = "cpu".to_string();
+    match Gpu::open(0).and_then(|card| Ok((card.memory()?, card))) {
+        Ok(((free, all), card)) => {
+            let (free_mib, all) = (units::mib(free), units::mib(all));
+            let name = format!("cuda: {}, {}, {free_mib} free of {all}", card.name(), card.architecture());
+            Ok((vec![cpu, name], Some(free)))
+        }
+        Err(e) if gpu => Err(e.into()),
+        Err(_) => Ok((vec![cpu], None)),
     }
-    Ok(devices)
 }
 
 fn gather(args: &InfoArgs) -> Result<Info> {
     let threads = args.machine.host_threads();
-    let devices = devices(args.machine.on_gpu()?)?;
+    let on_gpu = args.machine.on_gpu()?;
+    let (devices, free_on_gpu) = devices(on_gpu)?;
     let schemes = shape_text::schemes(&args.kv)?;
     let memory = rss::machine_memory_bytes();
-    let memory_bytes = match (args.memory, memory) {
-        (Some(bytes), _) => bytes,
-        (None, Some((available, _))) => usize::try_from(available).unwrap_or(usize::MAX),
-        (None, None) => {
+    let memory_bytes = match (args.memory, free_on_gpu.filter(|_| on_gpu), memory) {
+        (Some(bytes), ..) => bytes,
+        (None, Some(free), _) => free,
+        (None, None, Some((available, _))) => usize::try_from(available).unwrap_or(usize::MAX),
+        (None, None, None) => {
             return Err(Failure::input(
                 "this system does not say how much memory is available",
                 "give --memory, as in --memory 8GiB",
@@ -143,7 +148,10 @@ fn gather(args: &InfoArgs) -> Result<Info> {
             q_heads: shape.q_heads,
             kv_heads: shape.kv_heads,
             head_dim: shape.head_dim,
-            rows: schemes.iter().map(|&s| row(s, layers, shape, kv_len, memory_bytes)).collect(),
+            rows: schemes
+                .iter()
+                .map(|&s| row(s, layers, shape, kv_len, memory_bytes, on_gpu))
+                .collect::<Result<_, _>>()?,
         },
     })
 }
@@ -182,15 +190,28 @@ fn layers_of(args: &InfoArgs) -> Result<Layers> {
     Ok(Layers { model: Some(name.to_string()), context: Some(context), layers, shape })
 }
 
-fn row(scheme: Scheme, layers: usize, shape: LayerShape, kv_len: usize, memory_bytes: usize) -> Row {
-    let request_bytes = layers * resident_bytes(shape, scheme, kv_len);
-    Row {
+/// A scheme's line. A GPU's pages are of another length, so a request takes other bytes there.
+fn row(
+    scheme: Scheme,
+    layers: usize,
+    shape: LayerShape,
+    kv_len: usize,
+    memory_bytes: usize,
+    on_gpu: bool,
+) -> Result<Row, Failure> {
+    let bytes_of = |scheme: Scheme| match on_gpu {
+        true => GpuCache::bytes_of(&[LayerConfig { shape, scheme, visible: None }], Arm::of(scheme), 1, kv_len),
+        false => Ok(resident_bytes(shape, scheme, kv_len)),
+    };
+    let (one, plain) = (bytes_of(scheme)?, bytes_of(Scheme::F16)?);
+    let request_bytes = layers * one;
+    Ok(Row {
         scheme: scheme.to_string(),
         bits: scheme.bits_per_element(shape.head_dim),
         request_bytes,
-        times_smaller: times_smaller(scheme, shape, kv_len),
+        times_smaller: plain as f64 / one as f64,
         requests: memory_bytes / request_bytes,
-    }
+    })
 }
 
 /// What a plain f16 cache of one request takes, divided by what this scheme takes: the same in every layer.
@@ -248,12 +269,13 @@ fn render(info: &Info) -> String {
         if names.is_empty() { "none".to_string() } else { names.join(" ") }
     };
     let mut text = format!(
-        "kvant {}\nmachine       {} {}, {}\ncores         {}\nthreads       {} (by default one per core)\nmemory        {} available of {}\n\
+        "kvant {}\nmachine       {} {}, {}\ndevices       {}\ncores         {}\nthreads       {} (by default one per core)\nmemory        {} available of {}\n\
          instructions  {}\nmissing       {}\n\n",
         info.version,
         m.os,
         m.arch,
         m.cpu,
+        info.devices.join("; "),
         m.cores,
         info.threads,
         memory(m.memory_available_bytes),

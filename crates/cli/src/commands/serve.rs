@@ -62,10 +62,19 @@ pub fn run(args: &ServeArgs) -> Result<()> {
     };
     let kernel = args.kernel.as_deref();
     let (model, engine) = session::model_and_engine(&args.machine, &located, kernel, arm, schemes, limits)?;
+    // Who finds no window waits as well.
+    let running = engine.most_running().min(args.max_requests);
+    if running < args.max_requests {
+        output::note(format_args!(
+            "warning: windows of {} requests would take more than a fourth of the cache's memory: {running} are decoded at once, \
+             others wait (a larger --kv-memory or a scheme with a smaller window makes room for more)",
+            args.max_requests
+        ));
+    }
     let options = Options {
         scheme: engine.schemes().map_err(Failure::from)?.to_string(),
-        max_running: args.max_requests,
-        max_waiting: args.max_waiting,
+        max_running: running,
+        max_waiting: args.max_waiting + (args.max_requests - running),
         drain: Duration::from_secs(args.drain_seconds),
         max_body_bytes: args.max_body,
         log_prompts: args.log_prompts,

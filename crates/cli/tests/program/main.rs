@@ -12,5 +12,6 @@ mod pulling;
 mod roofline;
 mod run;
 mod serving;
+mod stand_in;
 mod streams;
 mod tuning;

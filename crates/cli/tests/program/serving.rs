@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// A server of the program, on a free port.
-struct Served {
+pub struct Served {
     child: Child,
     address: String,
     log: Arc<Mutex<Vec<String>>>,
@@ -19,7 +19,12 @@ struct Served {
 
 impl Served {
     fn start(flags: &[&str]) -> Self {
-        let mut child = command()
+        Self::by(command(), flags)
+    }
+
+    /// Started by a command that has its environment.
+    pub fn by(mut command: Command, flags: &[&str]) -> Self {
+        let mut child = command
             .args(["serve", "--port", "0", "--kv-memory", "256MiB"])
             .args(flags)
             .stdout(Stdio::null())
@@ -42,7 +47,7 @@ impl Served {
         Self { child, address, log }
     }
 
-    fn send(&self, path: &str, body: &Value) -> TcpStream {
+    pub fn send(&self, path: &str, body: &Value) -> TcpStream {
         let mut stream = TcpStream::connect(&self.address).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(120))).unwrap();
         let (address, body) = (&self.address, body.to_string());
@@ -56,13 +61,13 @@ impl Served {
         stream
     }
 
-    fn signal(&self, name: &str) {
+    pub fn signal(&self, name: &str) {
         let sent = Command::new("kill").args([name, &self.child.id().to_string()]).status().unwrap();
         assert!(sent.success());
     }
 
     /// Waits for its end; the exit code and the log.
-    fn ended(mut self) -> (Option<i32>, String) {
+    pub fn ended(mut self) -> (Option<i32>, String) {
         let began = Instant::now();
         let status = loop {
             if let Some(status) = self.child.try_wait().unwrap() {
@@ -89,7 +94,7 @@ fn ask(prompt: &str, max_tokens: usize) -> Value {
     json!({ "model": "smollm2-135m", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": true, "stream": true })
 }
 
-fn rest(mut stream: impl Read) -> String {
+pub fn rest(mut stream: impl Read) -> String {
     let mut text = String::new();
     stream.read_to_string(&mut text).unwrap();
     text

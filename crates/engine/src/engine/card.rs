@@ -7,7 +7,7 @@
 
 use super::{DecodeTime, Engine, EngineOptions};
 use crate::Error;
-use crate::cuda::{CHUNK, Decoder, DecoderOptions, Weights, bucket};
+use crate::cuda::{BUCKETS, CHUNK, Decoder, DecoderOptions, Weights, bucket};
 use crate::limits::STEP_TOKENS;
 use crate::loaded::LoadedModel;
 use crate::request::Event;
@@ -20,6 +20,9 @@ use std::time::Instant;
 
 /// Requests at once when the limits name no number.
 const SLOTS: usize = 64;
+/// Of a cache's bytes, what windows of all places may take together: the others are for pages. In a cache of `k4v4g64w128` a
+/// window is as large as the packed groups of some 700 tokens, so a fourth is theirs where requests have 2,000 to 3,000.
+const WINDOWS: usize = 4;
 /// Of the card's free memory, what a cache takes when the limits name no number: room is left for prompts' buffers.
 const SHARE: f64 = 0.85;
 
@@ -78,7 +81,8 @@ impl Card {
 
 impl Engine {
     /// An engine whose weights and cache are on a card. `options.limits`: `kv_memory` are bytes there (None: most of what is free),
-    /// `max_running` slots (at most 64 when it names no number).
+    /// `max_running` slots (64 when it names no number), or as many as have their windows in a fourth of these bytes: the others wait
+    /// ([`Engine::most_running`] says how many that are).
     ///
     /// # Errors
     /// [`Error::CpuOnly`] for what only the CPU computes; as [`Engine::new`]; [`Error::Kv`] for a GPU that refuses.
@@ -102,14 +106,15 @@ impl Engine {
         // A step's rows are padded to the next size that steps are prepared for.
         let why = || format!("the GPU decodes up to {CHUNK} requests at once, not {most}");
         let slots = bucket(most).ok_or_else(|| Error::Limit { option: "max_running", why: why() })?;
-        engine.limits.max_running = most;
         if limits.step_tokens == STEP_TOKENS {
             // The default is what a CPU is busy with; a card wants more rows at once.
             engine.limits.step_tokens = CHUNK;
         }
         let free = gpu.memory()?.0;
-        let decoder_options = DecoderOptions { most_batch: slots, invariant: false };
         let bytes = limits.kv_memory.unwrap_or((free as f64 * SHARE) as usize);
+        let slots = slots_within(&layers, arm, slots, bytes / WINDOWS)?;
+        engine.limits.max_running = most.min(slots);
+        let decoder_options = DecoderOptions { most_batch: slots, invariant: false };
         let cache_options = GpuOptions {
             slots,
             max_tokens: config.context,
@@ -122,6 +127,12 @@ impl Engine {
         let decoder = Decoder::new(weights, cache, &engine.bases, decoder_options)?;
         engine.card = Some(Card { decoder, routes: BTreeMap::new(), layers: layers.len() as u64, arm });
         Ok(engine)
+    }
+
+    /// Whether the card still takes work. After some errors (an illegal address, a card that fell off its bus) it never does again in
+    /// this process.
+    pub(super) fn card_answers(&self) -> bool {
+        self.card.as_ref().is_none_or(|card| card.cache().gpu().synchronize().is_ok())
     }
 
     /// One step on the card. After an error the cache is not to be used further; the caller clears it.
@@ -258,5 +269,46 @@ impl Engine {
         let chosen = events[before..].iter().filter(|e| matches!(e, Event::Token { .. }));
         self.totals.output_tokens += chosen.count() as u64;
         Ok(())
+    }
+}
+
+/// The most slots, of the sizes that steps are prepared for and up to `most`, whose windows take no more than `bytes`; at least one.
+fn slots_within(layers: &[LayerConfig], arm: Arm, most: usize, bytes: usize) -> Result<usize, Error> {
+    let mut slots = BUCKETS[0];
+    for size in BUCKETS.into_iter().take_while(|&size| size <= most) {
+        if GpuCache::bytes_of(layers, arm, size, 0)? <= bytes {
+            slots = size;
+        }
+    }
+    Ok(slots)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvant_kv::LayerShape;
+
+    #[test]
+    fn windows_take_a_fourth_at_most_and_a_plain_cache_has_none() {
+        let shape = LayerShape { q_heads: 32, kv_heads: 8, head_dim: 128 };
+        let layers = |scheme: &str| vec![LayerConfig { shape, scheme: scheme.parse().unwrap(), visible: None }; 36];
+        let bytes = 40_000_000_000;
+        let packed = layers("k4v4g64w128");
+        let slots = slots_within(&packed, Arm::Fused, 1024, bytes / WINDOWS).unwrap();
+        assert_eq!(slots, 256);
+        // More requests of 4,000 tokens than with the windows of 1,024, and than a plain cache has room for.
+        let fit = |layers: &[LayerConfig], arm, slots| {
+            let left = bytes - GpuCache::bytes_of(layers, arm, slots, 0).unwrap();
+            let pages =
+                GpuCache::bytes_of(layers, arm, 1, 4000).unwrap() - GpuCache::bytes_of(layers, arm, 1, 0).unwrap();
+            (left / pages).min(slots)
+        };
+        let plain = layers("f16");
+        assert_eq!(slots_within(&plain, Arm::F16, 1024, bytes / WINDOWS).unwrap(), 1024);
+        let (few, many, control) =
+            (fit(&packed, Arm::Fused, 1024), fit(&packed, Arm::Fused, slots), fit(&plain, Arm::F16, 1024));
+        assert!(few < control && many > 2 * control, "{few} {many} {control}");
+        // One is always there.
+        assert_eq!(slots_within(&packed, Arm::Fused, 1024, 0).unwrap(), 1);
     }
 }

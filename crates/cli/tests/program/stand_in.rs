@@ -1,0 +1,152 @@
+//! `--device cuda` around its kernels, on any machine: a stand-in for CUDA's libraries (../stand_in/cuda.rs) whose card has what
+//! a test says, and whose kernels do nothing. In: command lines; out: errors, and what the host's side counts.
+//! NOT here: results of kernels: those are tested on cards (crates/kv/src/attend/cuda/parity.rs, engine/src/cuda/on_card.rs).
+
+use crate::run::{Run, command, finish};
+use crate::serving::{Served, rest};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+const LIBRARIES: [&str; 3] = ["libcuda.so", "libnvrtc.so", "libcublasLt.so"];
+
+/// The folder of the libraries, compiled once.
+fn libraries() -> &'static Path {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("stand-in");
+        std::fs::create_dir_all(&folder).unwrap();
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/stand_in/cuda.rs");
+        let [first, others @ ..] = LIBRARIES.map(|name| folder.join(name));
+        let outcome = Command::new("rustc")
+            .args(["--edition", "2024", "--crate-type", "cdylib", "-C", "panic=abort", "-O", "-o"])
+            .args([first.as_os_str(), source.as_ref()])
+            .output()
+            .expect("rustc runs, as it built this test");
+        assert!(outcome.status.success(), "{}", String::from_utf8_lossy(&outcome.stderr));
+        for other in others {
+            std::fs::copy(&first, other).unwrap();
+        }
+        folder
+    })
+}
+
+/// The program on a card of these settings.
+fn on_card(settings: &[(&str, &str)]) -> Command {
+    let mut command = command();
+    command.env("LD_LIBRARY_PATH", libraries()).env("KVANT_KERNEL_CACHE", libraries().join("kernels"));
+    command.envs(settings.iter().map(|(name, value)| (format!("STAND_IN_{name}"), value)));
+    command
+}
+
+fn run(settings: &[(&str, &str)], args: &[&str]) -> Run {
+    finish(on_card(settings).args(args), "")
+}
+
+const GENERATE: &[&str] = &["generate", "--device", "cuda", "--prompt", "hello", "--max-tokens", "4"];
+
+#[test]
+fn what_a_card_or_its_driver_lacks_is_one_sentence() {
+    for (setting, error) in [
+        (("START", "no"), "the driver does not start: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
+        (("DEVICES", "0"), "there is no device 0: the driver has 0"),
+        (("CAPABILITY", "75"), "unsupported card: Stand-in has compute capability 7.5, kernels need 8.0"),
+        (("CAPABILITY", "130"), "this NVRTC knows no card of compute capability 13.0"),
+    ] {
+        for args in [&["info", "--device", "cuda"], GENERATE, &["bench", "attend", "--device", "cuda"]] {
+            let run = run(&[setting], args);
+            run.is_refused(&format!("the GPU cannot be used: {error}"));
+            assert!(run.stderr.contains("docs/cuda.md"), "{run:?}");
+        }
+    }
+}
+
+#[test]
+fn a_library_that_is_missing_is_named() {
+    if Path::new("/usr/local/cuda").exists() {
+        println!("skipped: this machine has libraries of CUDA");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    for (library, missing) in LIBRARIES.into_iter().zip(["libnvrtc", "libcublasLt", ""]) {
+        std::fs::copy(libraries().join(library), folder.path().join(library)).unwrap();
+        let run = finish(on_card(&[]).env("LD_LIBRARY_PATH", folder.path()).args(GENERATE), "");
+        if missing.is_empty() {
+            assert_eq!(run.code, Some(0), "{run:?}");
+        } else {
+            run.is_refused(&format!("({missing}) cannot be opened: is the folder that has it in LD_LIBRARY_PATH?"));
+        }
+    }
+}
+
+#[test]
+fn a_card_without_room_is_one_sentence() {
+    // No room for the weights, for all of them, for what a step needs.
+    for memory in ["5000000", "100000000", "310000000"] {
+        run(&[("MEMORY", memory)], GENERATE).is_refused("the GPU is out of memory: ");
+    }
+    // None for a page.
+    run(&[], &["serve", "--device", "cuda", "--port", "0", "--kv-memory", "1MiB"])
+        .is_refused("the cache's memory is used up: ");
+    let attend = run(&[("MEMORY", "500000000")], &["bench", "attend", "--device", "cuda"]);
+    attend.is_refused("bytes were asked for and 500000000 are free");
+}
+
+#[test]
+fn a_kernel_that_computes_nothing_is_not_timed() {
+    let run = run(&[], &["bench", "attend", "--device", "cuda", "--shape", "b=1,q=4,kv=2,d=64,s=256"]);
+    assert_eq!((run.code, run.stdout.as_str()), (Some(1), ""), "{run:?}");
+    assert!(run.stderr.contains("error: the GPU's kernel is wrong on f16"), "{run:?}");
+}
+
+#[test]
+fn info_is_about_the_card() {
+    let of = |args: &[&str]| -> Value {
+        let run = run(&[("MEMORY", "3000000000")], &[&["info", "--device", "cuda", "--json"], args].concat());
+        serde_json::from_str(&run.stdout).unwrap_or_else(|e| panic!("{e}: {run:?}"))
+    };
+    let info = of(&[]);
+    assert!(info["devices"][1].as_str().unwrap().starts_with("cuda: Stand-in, sm_90a, "), "{info}");
+    assert_eq!(info["fits"]["memory_bytes"], 3_000_000_000u64);
+    assert!(info["fits"]["rows"].as_array().unwrap().iter().all(|r| r["requests"].as_u64() > Some(0)), "{info}");
+    assert_eq!(of(&["--memory", "1GB"])["fits"]["memory_bytes"], 1_000_000_000u64);
+    run(&[], &["info", "--device", "cuda", "--kv", "ktq4vtq4g64"]).is_refused("ktq4vtq4g64 is read on the CPU only");
+}
+
+/// A request whose answer has this many tokens, whatever they are.
+fn ask(max_tokens: usize) -> Value {
+    json!({ "model": "smollm2-135m", "prompt": "hello", "max_tokens": max_tokens, "ignore_eos": true })
+}
+
+#[test]
+fn requests_beyond_the_windows_that_have_room_wait_and_are_told() {
+    let served = Served::by(on_card(&[]), &["--device", "cuda", "--max-requests", "500", "--max-waiting", "1"]);
+    let asked: Vec<_> = (0..40).map(|_| served.send("/v1/completions", &ask(300))).collect();
+    for stream in asked {
+        let answer = rest(stream);
+        assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("\"completion_tokens\":300"), "{answer}");
+    }
+    let status = rest(served.send("/status", &Value::Null));
+    let status: Value = serde_json::from_str(status.split_once("\r\n\r\n").unwrap().1).unwrap();
+    assert_eq!((&status["blocks"]["used"], &status["output_tokens"]), (&json!(0), &json!(40 * 300)), "{status}");
+    served.signal("-TERM");
+    let (code, log) = served.ended();
+    assert!(code == Some(0) && log.contains("warning: windows of 500 requests would take more than"), "{log}");
+}
+
+#[test]
+fn a_server_whose_card_died_says_so_and_ends() {
+    let served = Served::by(on_card(&[("LAUNCHES", "2000")]), &["--device", "cuda"]);
+    let answer = loop {
+        let answer = rest(served.send("/v1/completions", &ask(20)));
+        if !answer.starts_with("HTTP/1.1 200") {
+            break answer;
+        }
+    };
+    assert!(answer.starts_with("HTTP/1.1 500") && answer.contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{answer}");
+    let (code, log) = served.ended();
+    assert!(code.is_some_and(|code| code != 0), "{code:?} {log}");
+    assert!(log.contains("the device does not answer any more"), "{log}");
+    assert!(log.contains("the engine's thread ended unexpectedly") && !log.contains("panicked"), "{log}");
+}
