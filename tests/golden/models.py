@@ -53,6 +53,9 @@ MODELS = {
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         rope_parameters=dict(full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
                              sliding_attention=dict(rope_type="default", rope_theta=1e4)))),
+    "llama3": ("Llama", torch.bfloat16, dict(vocab_size=96, num_hidden_layers=1, rope_parameters=dict(
+        rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=64))),
 }
 
 

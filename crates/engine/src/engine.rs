@@ -303,7 +303,7 @@ impl Engine {
             // The newest token is chosen and not stored.
             let prompt = request.prompt.len();
             let tokens = prompt.saturating_add(request.max_tokens - 1).min(self.loaded.config().context);
-            let need = self.cache.bytes_to_reach(tokens, prompt, self.limits.step_tokens);
+            let need = self.cache.bytes_to_reach(tokens, prompt, self.step_tokens());
             if need > budget {
                 return Err(Error::NeverFits { request: number, tokens, need, budget });
             }

@@ -11,8 +11,9 @@ pub struct Limits {
     pub kv_memory: Option<usize>,
     /// Requests in the cache at once; others wait.
     pub max_running: usize,
-    /// Rows of one step: one of each request that decodes, the rest for chunks of prompts.
-    pub step_tokens: usize,
+    /// Rows of one step: one of each request that decodes, the rest for chunks of prompts. None: as many as keep the device busy
+    /// ([`STEP_TOKENS`] on a CPU, 2,048 on a GPU, which takes no more).
+    pub step_tokens: Option<usize>,
     /// All prompts are computed, one after another, before anyone decodes: for measurements. Otherwise chunks of prompts run
     /// beside those that decode.
     pub prompts_first: bool,
@@ -23,14 +24,14 @@ pub struct Limits {
     pub swap: Option<PathBuf>,
 }
 
-/// Rows of a step. Results do not depend on it (a query sees keys by position); this many keep all threads busy with whole
+/// Rows of a step on a CPU. Results do not depend on it (a query sees keys by position); this many keep all threads busy with whole
 /// work items while the buffers of a step stay in a few MB.
 pub const STEP_TOKENS: usize = 256;
 
 impl Default for Limits {
     /// No bound on memory or requests, prompts first, nothing shared.
     fn default() -> Self {
-        let (kv_memory, max_running, step_tokens) = (None, usize::MAX, STEP_TOKENS);
+        let (kv_memory, max_running, step_tokens) = (None, usize::MAX, None);
         Self { kv_memory, max_running, step_tokens, prompts_first: true, share_prefixes: false, swap: None }
     }
 }
@@ -45,7 +46,7 @@ impl Limits {
         if self.max_running == 0 {
             return no("max_running", "at least one request must run");
         }
-        if self.step_tokens == 0 {
+        if self.step_tokens == Some(0) {
             return no("step_tokens", "a step needs at least one row");
         }
         if self.share_prefixes && self.kv_memory.is_none() {

@@ -311,6 +311,15 @@ fn tensors_that_do_not_fit_are_named() {
     let e = changed(|p| p.replace("blk.0.attn_q.bias", &[256], vec![0.0; 256]));
     assert!(e.to_string().contains("blk.0.attn_q.bias"), "{e}");
     assert_eq!(e.to_string(), "the model needs tensor `blk.0.attn_q.bias`, which is not supported");
+    for (len, first, error) in [
+        (32, 0.0, "`rope_freqs.weight`: it divides frequencies by 0"),
+        (32, f32::NAN, "`rope_freqs.weight`: it divides frequencies by NaN"),
+        (31, 1.0, "rope_freqs.weight"),
+    ] {
+        let divisors = (0..len).map(|i| if i == 0 { first } else { 1.0 }).collect();
+        let e = changed(|p| p.replace("rope_freqs.weight", &[len], divisors)).to_string();
+        assert!(e.contains(error), "{e}");
+    }
     let layer = |p: &mut Parts| p.replace("blk.1.attn_norm.weight", &[128], vec![0.0; 128]);
     let e = changed(layer).to_string();
     assert!(e.contains("`llama.block_count`: it is 1, and there is a tensor `blk.1.attn_norm.weight`"), "{e}");

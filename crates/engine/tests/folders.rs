@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-const NAMES: [&str; 4] = ["llama", "qwen2", "qwen3", "gemma3"];
+const NAMES: [&str; 5] = ["llama", "llama3", "qwen2", "qwen3", "gemma3"];
 
 fn models() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models")
@@ -111,6 +111,11 @@ fn older_forms_of_config_json_say_the_same() {
     let config = |path: &Path| Source::open(path).unwrap().config().unwrap();
     for (name, older) in [
         ("llama", json!({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})),
+        ("llama3", {
+            let scaling = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                 "original_max_position_embeddings": 64});
+            json!({"rope_theta": 5e5, "rope_scaling": scaling})
+        }),
         ("qwen3", json!({"rope_theta": 10000.0, "rope_scaling": null, "layer_types": null})),
         ("gemma3", {
             let scaling = json!({"rope_type": "linear", "factor": 8.0});
@@ -288,7 +293,7 @@ fn config_json_that_would_be_decoded_wrong_is_refused() {
         ("llama", "quantization_config", json!({"quant_method": "gptq"})),
         ("llama", "num_experts", json!(8)),
         ("llama", "hidden_act", json!("gelu")),
-        ("llama", "rope_parameters", json!({"rope_type": "llama3", "factor": 8.0})),
+        ("llama", "rope_parameters", json!({"rope_type": "yarn", "factor": 8.0})),
         ("llama", "rope_parameters", json!({"rope_type": "default", "partial_rotary_factor": 0.5})),
         ("qwen2", "use_sliding_window", json!(true)),
         ("qwen2", "layer_types", json!(["sliding_attention"])),
@@ -310,6 +315,15 @@ fn config_json_that_would_be_decoded_wrong_is_refused() {
         ("llama", "max_position_embeddings", Value::Null),
         ("llama", "architectures", json!([])),
         ("llama", "rope_parameters", json!({"rope_type": "linear"})),
+        ("llama", "rope_parameters", json!({"rope_type": "llama3", "factor": 8.0})),
+        ("llama", "rope_parameters", {
+            json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0,
+                   "original_max_position_embeddings": 64})
+        }),
+        ("llama", "rope_parameters", {
+            json!({"rope_type": "llama3", "factor": 0.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                   "original_max_position_embeddings": 64})
+        }),
         ("gemma3", "sliding_window", Value::Null),
         ("gemma3", "layer_types", json!(["full_attention"])),
         ("gemma3", "layer_types", json!(["full_attention", "sliding_attention", "full_attention"])),

@@ -13,7 +13,7 @@ use kvant_kv::attend::reference::relative_error;
 use std::ops::ControlFlow::{Break, Continue};
 use std::ops::Range;
 use std::sync::Arc;
-use tiny_model::{IM_END, IM_START, Parts, Tiny, VOCABULARY, reference, reference_rounding};
+use tiny_model::{IM_END, IM_START, Parts, ROPE_FREQS, Tiny, VOCABULARY, reference, reference_rounding};
 
 fn load(parts: &Parts, products: Products) -> Arc<LoadedModel> {
     let folder = tempfile::tempdir().unwrap();
@@ -45,17 +45,28 @@ fn logits(engine: &mut Engine, tokens: &[u32], prompt: usize, feed: Feed) -> Vec
 #[test]
 fn logits_equal_a_plain_f64_forward_pass() {
     let base = Tiny::default();
-    for tiny in [
-        base.clone(),
-        Tiny { q_heads: 2, kv_heads: 1, head_dim: 80, hidden: 160, tied: false, ..base.clone() },
-        Tiny { q_heads: 3, kv_heads: 3, head_dim: 96, hidden: 288, forward: 512, ..base.clone() },
-        Tiny { q_heads: 4, kv_heads: 1, head_dim: 128, hidden: 96, layers: 1, ..base.clone() },
-        Tiny { q_heads: 2, kv_heads: 1, head_dim: 256, hidden: 512, layers: 1, ..base.clone() },
-        Tiny { architecture: "qwen2", ..base.clone() },
-        Tiny { architecture: "qwen3", hidden: 96, ..base.clone() },
-        Tiny { architecture: "gemma3", layers: 6, q_heads: 2, kv_heads: 1, head_dim: 256, ..base.clone() },
-    ] {
-        let parts = tiny.parts();
+    // A file with Llama 3's scaling, which changes what comes out.
+    let mut scaled = base.parts();
+    let divisors = (0..base.head_dim / 2).map(|i| 1.0 + 7.0 * i as f32 / base.head_dim as f32).collect();
+    scaled.replace(ROPE_FREQS, &[base.head_dim / 2], divisors);
+    let apart = relative_error(
+        &reference(&base, &scaled, &tokens(70, 3))[69].iter().map(|&x| x as f32).collect::<Vec<_>>(),
+        &reference(&base, &base.parts(), &tokens(70, 3))[69],
+    );
+    assert!(apart > 0.1, "the scaling matters: {apart}");
+    for (tiny, scaled) in [(base.clone(), Some(scaled)), (base.clone(), None)].into_iter().chain(
+        [
+            Tiny { q_heads: 2, kv_heads: 1, head_dim: 80, hidden: 160, tied: false, ..base.clone() },
+            Tiny { q_heads: 3, kv_heads: 3, head_dim: 96, hidden: 288, forward: 512, ..base.clone() },
+            Tiny { q_heads: 4, kv_heads: 1, head_dim: 128, hidden: 96, layers: 1, ..base.clone() },
+            Tiny { q_heads: 2, kv_heads: 1, head_dim: 256, hidden: 512, layers: 1, ..base.clone() },
+            Tiny { architecture: "qwen2", ..base.clone() },
+            Tiny { architecture: "qwen3", hidden: 96, ..base.clone() },
+            Tiny { architecture: "gemma3", layers: 6, q_heads: 2, kv_heads: 1, head_dim: 256, ..base.clone() },
+        ]
+        .map(|tiny| (tiny, None)),
+    ) {
+        let parts = scaled.unwrap_or_else(|| tiny.parts());
         let text = tokens(70, 3);
         let expected = reference(&tiny, &parts, &text);
         let expected_bf16 = reference_rounding(&tiny, &parts, &text, |x| bf16::from_f64(x).to_f64());

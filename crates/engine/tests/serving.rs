@@ -195,7 +195,7 @@ fn interleaved_requests_of_one_prefix_equal_their_solo_runs() {
     let prompts = [vec![shared.clone(), tokens(30, 2)], vec![shared[..64 + 40].to_vec(), tokens(60, 3)], vec![shared]];
     let requests: Vec<_> = prompts.iter().zip(0..).map(|(p, i)| request(p.concat(), 40, i)).collect();
     let solo: Vec<_> = requests.iter().map(|r| alone(&loaded, PAGED, r)).collect();
-    let mut engine = engine(&loaded, PAGED, Limits { step_tokens: 48, ..serving(64 << 20) });
+    let mut engine = engine(&loaded, PAGED, Limits { step_tokens: Some(48), ..serving(64 << 20) });
     requests.iter().for_each(|r| assert!(engine.add(r.clone()).is_ok()));
     let done = run(&mut engine, |_, _| {});
     (0..3).for_each(|i| assert_eq!(done[&i].1, solo[i]));
@@ -241,7 +241,8 @@ fn preempted_requests_equal_uninterrupted_ones_with_the_pool_full() {
                 let Err(Error::NeverFits { need, budget: 1, tokens: 339, .. }) = probe.add(requests[5].clone()) else {
                     panic!("nothing fits into a byte")
                 };
-                let limits = Limits { swap: swap.clone(), share_prefixes, step_tokens: 64, ..serving(need + need / 3) };
+                let limits =
+                    Limits { swap: swap.clone(), share_prefixes, step_tokens: Some(64), ..serving(need + need / 3) };
                 let mut engine = engine(&loaded, scheme, limits);
                 requests.iter().for_each(|r| assert!(engine.add(r.clone()).is_ok()));
                 let mut out = 0;
@@ -312,7 +313,7 @@ fn at_random_in_a_full_cache_everyone_says_what_it_says_alone() {
             _ => panic!("nothing fits into a byte"),
         });
         // What the largest takes alone, and nothing more.
-        let limits = Limits { max_running: 6, step_tokens: 256, ..serving(need.max().unwrap()) };
+        let limits = Limits { max_running: 6, step_tokens: Some(256), ..serving(need.max().unwrap()) };
         let mut engine = engine(loaded, scheme, limits);
         let (mut next, mut cancelled) = (0, Vec::new());
         let mut add = |engine: &mut Engine, n: usize| {
@@ -357,7 +358,7 @@ fn what_can_never_fit_is_refused_with_the_numbers_and_limits_are_checked() {
     assert!(engine.step().unwrap().is_empty());
     for limits in [
         Limits { max_running: 0, ..Limits::default() },
-        Limits { step_tokens: 0, ..Limits::default() },
+        Limits { step_tokens: Some(0), ..Limits::default() },
         Limits { share_prefixes: true, ..Limits::default() },
         Limits { swap: Some("/nowhere/at/all".into()), ..Limits::default() },
     ] {
@@ -380,7 +381,7 @@ fn a_request_that_breaks_ends_alone() {
     good.sampling.temperature = 0.0;
     let bad = request((0..90).map(|i| if i == 80 { 200 } else { i % 150 }).collect(), 30, 2);
     let solo = alone(&loaded, PAGED, &good);
-    let mut engine = engine(&loaded, PAGED, Limits { step_tokens: 32, ..serving(64 << 20) });
+    let mut engine = engine(&loaded, PAGED, Limits { step_tokens: Some(32), ..serving(64 << 20) });
     let (a, b) = (engine.add(good).unwrap(), engine.add(bad).unwrap());
     let (mut tokens, mut failed, mut finished) = (Vec::new(), Vec::new(), false);
     for _ in 0..200 {

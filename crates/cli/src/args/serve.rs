@@ -56,9 +56,9 @@ pub struct ServeArgs {
     /// Requests that may wait beyond those; more are answered 429
     #[arg(long, allow_negative_numbers = true, value_name = "N", default_value_t = 256, value_parser = parse_waiting, help_heading = "Limits")]
     pub max_waiting: usize,
-    /// Rows of one step: chunks of prompts and one row for each request that decodes
-    #[arg(long, allow_negative_numbers = true, value_name = "N", default_value_t = 256, value_parser = parse_count, help_heading = "Limits")]
-    pub step_tokens: usize,
+    /// Rows of one step: chunks of prompts and one row for each request that decodes [default: 256; 2048, the most, on a GPU]
+    #[arg(long, allow_negative_numbers = true, value_name = "N", value_parser = parse_count, help_heading = "Limits")]
+    pub step_tokens: Option<usize>,
     /// Compute every prompt whole, even where another one began alike
     #[arg(long, help_heading = "Limits")]
     pub no_prefix_sharing: bool,

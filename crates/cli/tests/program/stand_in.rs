@@ -94,6 +94,13 @@ fn a_card_without_room_is_one_sentence() {
 }
 
 #[test]
+fn limits_beyond_a_card_are_refused() {
+    let serve = |limit: &[&str]| run(&[], &[&["serve", "--device", "cuda", "--port", "0"], limit].concat());
+    serve(&["--step-tokens", "2049"]).is_refused("the GPU computes up to 2048 rows at once, not 2049");
+    serve(&["--max-requests", "2049"]).is_refused("the GPU decodes up to 2048 requests at once, not 2049");
+}
+
+#[test]
 fn a_kernel_that_computes_nothing_is_not_timed() {
     let run = run(&[], &["bench", "attend", "--device", "cuda", "--shape", "b=1,q=4,kv=2,d=64,s=256"]);
     assert_eq!((run.code, run.stdout.as_str()), (Some(1), ""), "{run:?}");

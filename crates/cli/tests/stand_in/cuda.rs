@@ -64,6 +64,9 @@ unsafe fn allocate(at: *mut usize, bytes: usize) -> Result {
         return OUT_OF_MEMORY;
     }
     let block = unsafe { alloc_zeroed(layout(bytes)) } as usize;
+    if block == 0 {
+        return OUT_OF_MEMORY;
+    }
     with_blocks(|blocks| blocks.insert(block, bytes));
     unsafe { *at = block };
     health()

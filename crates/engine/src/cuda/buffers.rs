@@ -39,10 +39,8 @@ impl Buffers {
     pub fn new(gpu: &Gpu, config: &Config, rows: usize, wanted: usize) -> Result<Self, Error> {
         let (hidden, forward, shape) = (config.hidden, config.feed_forward, config.shape);
         let (q_len, kv_len) = (shape.q_heads * shape.head_dim, shape.row_len());
-        let d = shape.head_dim as f64;
-        let turns: Vec<f64> = (0..shape.head_dim / 2)
-            .map(|i| config.rope.base.powf(-2.0 * i as f64 / d) / config.rope.stretch / std::f64::consts::TAU)
-            .collect();
+        let frequencies = config.rope.frequencies(shape.head_dim);
+        let turns: Vec<f64> = frequencies.into_iter().map(|f| f / std::f64::consts::TAU).collect();
         Ok(Self {
             tokens: gpu.zeros(rows)?,
             positions: gpu.zeros(rows)?,

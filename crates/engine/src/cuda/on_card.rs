@@ -76,7 +76,7 @@ fn golden(name: &str) -> (Vec<u32>, Vec<Vec<f64>>) {
 fn golden_logits_on_the_card() {
     let Some(gpu) = card("golden logits") else { return };
     let turned = Basis { keys: Turn::Plain, values: Turn::Signed, ..Basis::default() };
-    for name in ["llama", "qwen2", "qwen3"] {
+    for name in ["llama", "llama3", "qwen2", "qwen3"] {
         let (tokens, want) = golden(name);
         for (basis, bound) in [(&Basis::default(), 2e-2), (&turned, 3e-2)] {
             let source = Source::open(&models().join(name)).unwrap();

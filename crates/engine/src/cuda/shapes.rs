@@ -128,7 +128,7 @@ impl Shape {
             vocabulary: t.vocabulary,
             context: t.context,
             norm_epsilon: t.norm_epsilon,
-            rope: Rope { base: t.rope_base, stretch: 1.0 },
+            rope: Rope::of_base(t.rope_base),
             pairing: if architecture == Architecture::Llama { Pairing::Neighbours } else { Pairing::Halves },
             windows: None,
             score_scale: (t.head_dim as f32).sqrt().recip(),

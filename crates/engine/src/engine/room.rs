@@ -4,6 +4,8 @@
 
 use super::Engine;
 use crate::Error;
+use crate::cuda::CHUNK;
+use crate::limits::STEP_TOKENS;
 use crate::prefixes::{Chain, NodeId, Prefixes, Victim};
 use crate::scheduler::{Bounds, Outlook};
 use crate::sequence::{Place, Sequence};
@@ -163,10 +165,15 @@ impl Engine {
         }
     }
 
+    /// Rows of a step.
+    pub(super) fn step_tokens(&self) -> usize {
+        self.limits.step_tokens.unwrap_or(if self.card.is_some() { CHUNK } else { STEP_TOKENS })
+    }
+
     pub(super) fn bounds(&self) -> Bounds {
         Bounds {
             max_running: self.limits.max_running,
-            step_tokens: self.limits.step_tokens,
+            step_tokens: self.step_tokens(),
             page_len: self.page_len,
             prompts_first: self.limits.prompts_first,
         }

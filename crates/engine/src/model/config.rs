@@ -7,6 +7,7 @@ use super::rope::{Pairing, Rope};
 use crate::Error;
 use crate::gguf::Gguf;
 use kvant_kv::{LayerConfig, LayerShape, Scheme};
+use std::sync::Arc;
 
 /// Architectures that this engine decodes.
 pub const ARCHITECTURES: &str = "llama, qwen2, qwen3, gemma3";
@@ -82,7 +83,7 @@ pub enum Activation {
 }
 
 /// Layers with a window, among others without.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Windows {
     /// Keys that a query of such a layer sees, itself included.
     pub visible: usize,
@@ -93,7 +94,7 @@ pub struct Windows {
 }
 
 /// What sets the attention of one layer apart.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct AttentionFacts {
     /// Keys that a query sees; None: all.
     pub visible: Option<usize>,
@@ -205,12 +206,12 @@ impl Config {
         };
         let base = |key: &str| above_0(key, gguf.real(&of(key))?, 10_000.0);
         let stretch = if linear { above_0("rope.scaling.factor", factor, 1.0)? } else { 1.0 };
-        let rope = Rope { base: base("rope.freq_base")?, stretch };
+        let rope = Rope { base: base("rope.freq_base")?, stretch, divisors: divisors(gguf, built, head_dim)? };
         let layers = count("block_count")?;
         let windows = match built {
             Architecture::Gemma3 => Some(Windows {
                 visible: count("attention.sliding_window")?,
-                rope: Rope { base: base("rope.freq_base_swa")?, stretch: 1.0 },
+                rope: Rope::of_base(base("rope.freq_base_swa")?),
                 global_every: match gguf.get(&of("attention.sliding_window_pattern")) {
                     None => GEMMA3_GLOBAL_EVERY,
                     Some(_) => count("attention.sliding_window_pattern")?,
@@ -258,9 +259,9 @@ impl Config {
     pub fn attention(&self, layer: usize) -> AttentionFacts {
         match &self.windows {
             Some(w) if !(layer + 1).is_multiple_of(w.global_every) => {
-                AttentionFacts { visible: Some(w.visible), rope: w.rope }
+                AttentionFacts { visible: Some(w.visible), rope: w.rope.clone() }
             }
-            _ => AttentionFacts { visible: None, rope: self.rope },
+            _ => AttentionFacts { visible: None, rope: self.rope.clone() },
         }
     }
 }
@@ -272,6 +273,20 @@ const GEMMA3_27B_LAYERS: usize = 62;
 impl Architecture {
     fn embedding_scale(self, hidden: usize) -> f32 {
         if self == Self::Gemma3 { (hidden as f32).sqrt() } else { 1.0 }
+    }
+}
+
+/// Llama 3's files have what frequencies are divided by as a tensor. In those of other architectures it would be a part that this
+/// engine does not know: it is left to be found there.
+fn divisors(gguf: &Gguf, architecture: Architecture, head_dim: usize) -> Result<Option<Arc<[f64]>>, Error> {
+    const NAME: &str = "rope_freqs.weight";
+    if architecture != Architecture::Llama || !gguf.has(NAME) {
+        return Ok(None);
+    }
+    let divisors = gguf.vector(NAME, head_dim / 2)?;
+    match divisors.iter().find(|x| !(x.is_finite() && **x > 0.0)) {
+        Some(x) => Err(Error::Metadata { key: NAME.into(), why: format!("it divides frequencies by {x}") }),
+        None => Ok(Some(divisors.into_iter().map(f64::from).collect())),
     }
 }
 

@@ -230,8 +230,8 @@ impl Model {
 
     fn rotations(&self, positions: &[usize]) -> Rotations {
         let Config { shape, rope, pairing, windows, .. } = &self.config;
-        let of = |rope| Rotation::new(positions, shape.head_dim, rope, *pairing);
-        Rotations { global: of(*rope), windowed: windows.map(|w| of(w.rope)) }
+        let of = |rope: &_| Rotation::new(positions, shape.head_dim, rope, *pairing);
+        Rotations { global: of(rope), windowed: windows.as_ref().map(|w| of(&w.rope)) }
     }
 
     /// Queries, keys and values of a layer's rows, rotated by their positions, into `buffers.qkv`.

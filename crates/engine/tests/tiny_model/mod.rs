@@ -192,6 +192,9 @@ impl Parts {
     }
 }
 
+/// What Llama 3's files call what the frequencies of rotary pairs are divided by.
+pub const ROPE_FREQS: &str = "rope_freqs.weight";
+
 /// Logits of every position by a plain f64 forward pass; K and V are rounded to f16 as the cache does.
 pub fn reference(tiny: &Tiny, parts: &Parts, tokens: &[u32]) -> Vec<Vec<f64>> {
     reference_rounding(tiny, parts, tokens, |x| half::f16::from_f64(x).to_f64())
@@ -208,12 +211,14 @@ pub fn reference_rounding(tiny: &Tiny, parts: &Parts, tokens: &[u32], round: fn(
         x.iter().zip(w).map(|(x, w)| x / (mean + f64::from(EPSILON)).sqrt() * w).collect()
     };
     let gemma = tiny.architecture == "gemma3";
+    let divisors = parts.tensors.contains_key(ROPE_FREQS).then(|| weights(ROPE_FREQS));
     let turn = |row: &mut [f64], position: usize, global: bool| {
         let (base, stretch) = if gemma && global { (GLOBAL_BASE, STRETCH) } else { (ROPE_BASE, 1.0) };
         for head in row.chunks_exact_mut(tiny.head_dim) {
             for i in 0..tiny.head_dim / 2 {
                 let angle =
                     position as f64 / f64::from(stretch) * f64::from(base).powf(-2.0 * i as f64 / tiny.head_dim as f64);
+                let angle = angle / divisors.as_ref().map_or(1.0, |divisors| divisors[i]);
                 let (first, second) = match tiny.architecture {
                     "llama" => (2 * i, 2 * i + 1),
                     _ => (i, i + tiny.head_dim / 2),

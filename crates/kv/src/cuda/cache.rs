@@ -55,6 +55,28 @@ pub(super) enum Now {
     Prefill { slot: usize, rows: usize },
 }
 
+/// Layers as an arm stores them.
+fn as_stored(layers: &[LayerConfig], arm: Arm) -> Vec<LayerConfig> {
+    let scheme = |l: &LayerConfig| if arm == Arm::F16 { Scheme::F16 } else { l.scheme };
+    layers.iter().map(|l| LayerConfig { scheme: scheme(l), ..*l }).collect()
+}
+
+/// Sizes of the kinds of layers, and for each layer its kind and its place among the kind's layers.
+fn sizes_of(layers: &[LayerConfig], arm: Arm) -> Result<(Vec<Sizes>, Vec<(usize, usize)>), Error> {
+    let mut kinds: Vec<(LayerConfig, usize)> = Vec::new();
+    let mut place = Vec::new();
+    for layer in layers {
+        let kind = kinds.iter().position(|(config, _)| config == layer).unwrap_or_else(|| {
+            kinds.push((*layer, 0));
+            kinds.len() - 1
+        });
+        place.push((kind, kinds[kind].1));
+        kinds[kind].1 += 1;
+    }
+    let sizes = kinds.iter().map(|(config, layers)| Sizes::of(config, arm, *layers)).collect::<Result<_, _>>()?;
+    Ok((sizes, place))
+}
+
 /// A cache of up to `slots` sequences over all layers of a model, on a GPU.
 pub struct GpuCache {
     pub(super) gpu: Arc<Gpu>,
@@ -87,12 +109,8 @@ impl GpuCache {
     /// # Errors
     /// As [`GpuCache::new`] for schemes that the GPU does not read.
     pub fn bytes_of(layers: &[LayerConfig], arm: Arm, sequences: usize, tokens: usize) -> Result<usize, Error> {
-        let one = |layer: &LayerConfig| {
-            let scheme = if arm == Arm::F16 { Scheme::F16 } else { layer.scheme };
-            let sizes = Sizes::of(&LayerConfig { scheme, ..*layer }, arm, 1)?;
-            Ok(sizes.slot_bytes() + Self::pages_of(tokens) * sizes.page_bytes())
-        };
-        Ok(sequences * layers.iter().map(one).sum::<Result<usize, Error>>()?)
+        let of = |sizes: &Sizes| sizes.slot_bytes() + Self::pages_of(tokens) * sizes.page_bytes();
+        Ok(sequences * sizes_of(&as_stored(layers, arm), arm)?.0.iter().map(of).sum::<usize>())
     }
 
     /// An empty cache. Memory for all pages is taken now.
@@ -112,25 +130,9 @@ impl GpuCache {
         if let Some(value) = options.softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
             return Err(Error::Number { what: "softcap", value, allowed: "a positive number" });
         }
-        let layers: Vec<LayerConfig> = layers
-            .iter()
-            .map(|l| LayerConfig { scheme: if arm == Arm::F16 { Scheme::F16 } else { l.scheme }, ..*l })
-            .collect();
-        let mut configs: Vec<LayerConfig> = Vec::new();
-        let mut place = Vec::new();
-        let mut counts: Vec<usize> = Vec::new();
-        for layer in &layers {
-            let kind = configs.iter().position(|c| c == layer).unwrap_or_else(|| {
-                configs.push(*layer);
-                counts.push(0);
-                configs.len() - 1
-            });
-            place.push((kind, counts[kind]));
-            counts[kind] += 1;
-        }
+        let layers = as_stored(layers, arm);
+        let (sizes, place) = sizes_of(&layers, arm)?;
         let table_len = options.max_tokens.div_ceil(PAGE_LEN);
-        let sizes = configs.iter().zip(&counts).map(|(c, &n)| Sizes::of(c, arm, n));
-        let sizes = sizes.collect::<Result<Vec<_>, _>>()?;
         let per_slot: usize = sizes.iter().map(Sizes::slot_bytes).sum();
         let per_page: usize = sizes.iter().map(Sizes::page_bytes).sum();
         let free = options.bytes.saturating_sub(per_slot * options.slots);
@@ -365,6 +367,8 @@ mod tests {
         // Codes and parameters of 4,096 tokens, and a ring of 13 tiles of 16 tokens.
         assert_eq!(packed, 36 * 8 * (4096 / 64 * 9216 + 13 * 16 * 2 * 128 * 2));
         assert_eq!(40_000_000_000 / packed, 199);
+        // Every step dequantizes into the plain tiles of one layer.
+        assert_eq!(of("k4v4g64w128", Arm::DequantStep) - packed, 16 * 256 * 8 * 2 * 128 * 2);
         assert!(GpuCache::bytes_of(&[], Arm::F16, 1, 1).is_ok_and(|bytes| bytes == 0));
     }
 

@@ -102,7 +102,8 @@ impl GpuCache {
         &mut self.fault
     }
 
-    /// The fault of the work given so far, if there was one; it waits for that work, and forgets the fault.
+    /// The fault of the work given so far, if there was one: the first, others of the same step are not named, and what is not finite is
+    /// stored as 0 wherever it is. It waits for that work, and forgets the fault.
     ///
     /// # Errors
     /// [`Error::Gpu`] for work that failed.

@@ -8,7 +8,7 @@ fn site(kv_memory: usize, share_prefixes: bool) -> Site {
     let limits = Limits {
         kv_memory: Some(kv_memory),
         max_running: 8,
-        step_tokens: 64,
+        step_tokens: Some(64),
         share_prefixes,
         prompts_first: false,
         ..Limits::default()

@@ -5,7 +5,7 @@
 use super::{Activation, Architecture, Config, GEMMA3_GLOBAL_EVERY, Windows};
 use crate::Error;
 use crate::folder::Folder;
-use crate::model::rope::{Pairing, Rope};
+use crate::model::rope::{Llama3, Pairing, Rope};
 use kvant_kv::LayerShape;
 use serde_json::{Map, Value};
 
@@ -67,16 +67,33 @@ impl<'a> Entries<'a> {
         }
     }
 
+    /// A number above 0 that has to be there.
+    fn needed_above_0(&self, key: &str) -> Result<f64, Error> {
+        if self.get(key).is_none() { Err(super::absent(key)) } else { self.above_0(key, 1.0) }
+    }
+
     /// The rotary embedding that this object describes.
-    fn rope(&self, base: f64) -> Result<Rope, Error> {
+    fn rope(&self, base: f64, head_dim: usize) -> Result<Rope, Error> {
         let base = self.above_0("rope_theta", base)?;
         if self.above_0("partial_rotary_factor", 1.0)? != 1.0 {
             return Err(unsupported("rotary embedding of a part of each head (`partial_rotary_factor`)"));
         }
         match self.text("rope_type")?.or(self.text("type")?) {
-            None | Some("default") => Ok(Rope { base, stretch: 1.0 }),
-            Some("linear") if self.get("factor").is_none() => Err(super::absent("factor")),
-            Some("linear") => Ok(Rope { base, stretch: self.above_0("factor", 1.0)? }),
+            None | Some("default") => Ok(Rope::of_base(base)),
+            Some("linear") => Ok(Rope { stretch: self.needed_above_0("factor")?, ..Rope::of_base(base) }),
+            Some("llama3") => {
+                let by = Llama3 {
+                    factor: self.needed_above_0("factor")?,
+                    low: self.needed_above_0("low_freq_factor")?,
+                    high: self.needed_above_0("high_freq_factor")?,
+                    trained: self.needed("original_max_position_embeddings")? as f64,
+                };
+                if by.low >= by.high {
+                    let why = format!("it is {}, not above `low_freq_factor` ({})", by.high, by.low);
+                    return Err(Error::Metadata { key: "high_freq_factor".into(), why });
+                }
+                Ok(Rope::llama3(base, head_dim, by))
+            }
             Some(kind) => Err(unsupported(&format!("rotary scaling of type `{kind}`"))),
         }
     }
@@ -148,17 +165,17 @@ impl Config {
         let (rope, local_rope) = match all.object("rope_parameters")? {
             Some(kinds) if gemma => {
                 let of = |kind: &str, base: f64| {
-                    kinds.object(kind)?.map_or(Entries(&Map::new()).rope(base), |k| k.rope(base))
+                    kinds.object(kind)?.map_or(Entries(&Map::new()).rope(base, head_dim), |k| k.rope(base, head_dim))
                 };
                 (of("full_attention", global_base)?, of("sliding_attention", local_base)?)
             }
-            Some(rope) => (rope.rope(global_base)?, Rope { base: local_base, stretch: 1.0 }),
+            Some(rope) => (rope.rope(global_base, head_dim)?, Rope::of_base(local_base)),
             None => {
                 let base = all.above_0("rope_theta", global_base)?;
-                let local = Rope { base: all.above_0("rope_local_base_freq", local_base)?, stretch: 1.0 };
+                let local = Rope::of_base(all.above_0("rope_local_base_freq", local_base)?);
                 match all.object("rope_scaling")? {
-                    Some(scaling) => (scaling.rope(base)?, local),
-                    None => (all.rope(base)?, local),
+                    Some(scaling) => (scaling.rope(base, head_dim)?, local),
+                    None => (all.rope(base, head_dim)?, local),
                 }
             }
         };
