@@ -3,7 +3,6 @@
 
 use crate::args::Cli;
 use clap::CommandFactory;
-use clap::error::{ContextKind, ContextValue, ErrorKind};
 use kvant_kv::RowFormat;
 use std::fmt;
 
@@ -11,9 +10,6 @@ use std::fmt;
 pub const BAD_INPUT: u8 = 2;
 /// Exit code of a proof that failed although the input was right.
 pub const PROOF_FAILED: u8 = 1;
-
-/// Commands and flags of the contract that are not there yet; named so that nobody takes them for a typing error.
-const NOT_BUILT: [&str; 1] = ["--random-weights"];
 
 /// A failure with its hint and exit code.
 #[derive(Debug)]
@@ -37,30 +33,8 @@ impl Failure {
         Self { code: PROOF_FAILED, ..Self::input(what, hint) }
     }
 
-    /// A part of the contract that a later version brings.
-    pub fn not_built(what: &str) -> Self {
-        Self::input(
-            format!("`{what}` is not built yet in kvant {}", env!("CARGO_PKG_VERSION")),
-            "`kvant --help` lists what there is",
-        )
-    }
-
     /// clap's message about these words, the program's name first, in this program's form.
     pub fn from_clap(error: &clap::Error, words: &[String]) -> Self {
-        let given = |kind| match error.get(kind) {
-            Some(ContextValue::String(s)) => Some(s.as_str()),
-            _ => None,
-        };
-        let unknown = match error.kind() {
-            ErrorKind::InvalidSubcommand => given(ContextKind::InvalidSubcommand),
-            ErrorKind::UnknownArgument => given(ContextKind::InvalidArg),
-            _ => None,
-        };
-        // `--flag=value` and `--flag <VALUE>` both name the flag first.
-        let name = unknown.map(|u| u.split(['=', ' ']).next().unwrap_or(u));
-        if let Some(name) = name.filter(|n| NOT_BUILT.contains(n)) {
-            return Self::not_built(name);
-        }
         // clap writes the message, a blank line, then tips and usage. Lists under the message are indented.
         let text = error.render().to_string();
         let what = text.strip_prefix("error: ").unwrap_or(&text);
@@ -112,6 +86,7 @@ impl From<kvant_kv::Error> for Failure {
         use kvant_kv::Error as E;
         let hint = match &e {
             E::Scheme(_) => SCHEME_HINT,
+            E::Unsupported { kernel, .. } if kernel == "cuda" => "docs/cuda.md lists what the GPU reads",
             E::Unsupported { .. } => "`kvant info` lists the kernels and why each can or cannot run here",
             E::NotFinite { format: RowFormat::F16, value, .. } if value.is_finite() => {
                 "the model's weights or the prompt give keys or values that f16 cannot hold; `--kv bf16` reaches further"
@@ -120,7 +95,7 @@ impl From<kvant_kv::Error> for Failure {
             E::OutOfBlocks { .. } => "give the cache more memory, or ask for fewer tokens",
             E::Gpu { .. } => "docs/cuda.md says what `--device cuda` needs; without it the CPU does the work",
             E::GpuOutOfMemory { .. } => {
-                "take fewer requests, fewer tokens, a scheme of fewer bits, or a smaller --kv-memory"
+                "take fewer requests or tokens, a scheme of fewer bits, or a smaller --kv-memory where the command has it"
             }
             E::OutOfMemory { .. } => "`kvant info --memory SIZE --len TOKENS` says what fits",
             E::Threads { .. } => "give --threads a number from 1 to the cores of this machine",
@@ -172,6 +147,9 @@ impl From<kvant_engine::Error> for Failure {
             }
             E::NeverFits { .. } => "give the cache more memory, or ask for fewer tokens",
             E::Limit { .. } => "`kvant serve --help` shows what each limit takes",
+            E::Shape { .. } => {
+                "a shape is TOML or JSON with the entries of docs/cuda.md, or a name: qwen3-4b, smollm2-135m"
+            }
             E::Swap { .. } => "the folder of preempted requests must be writable and have room",
             E::NanLogit { .. } => "the model's weights are damaged or of a kind that this engine misreads",
             // What is left is about the model file: its architecture, metadata, tensors, tokenizer.

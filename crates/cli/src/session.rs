@@ -11,6 +11,7 @@ use kvant_engine::tokenizer::Tokenizer;
 use kvant_engine::{
     Arm, Engine, EngineOptions, Event, Limits, LoadedModel, Message, Products, Schemes, Source, load_schemes,
 };
+use kvant_kv::cuda::GpuCache;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -220,6 +221,10 @@ pub fn model_and_engine(
                 return Err(Failure::input(format!("{flag} is of the CPU's engine"), hint).into());
             }
         }
+        // What the card does not read is said before weights are loaded.
+        let layers: Vec<_> =
+            schemes.layers().iter().enumerate().map(|(i, &scheme)| located.config.layer(i, scheme)).collect();
+        GpuCache::bytes_of(&layers, arm, 1, 1).map_err(Failure::from)?;
         let (model, weights) = load_on_gpu(located)?;
         let kernel = kernel.map(str::to_string);
         let options = EngineOptions { threads: machine.host_threads(), kernel, arm, schemes, limits };

@@ -15,6 +15,7 @@ use crate::schemes::Schemes;
 use crate::sequence::{Place, Sequence};
 use crate::status::{RequestStatus, Status, Totals};
 use crate::{Error, Limits, Pool};
+pub use card::requests_on_card;
 use kvant_kv::{Arm, Attention, Cache, CacheBytes, LayerConfig, RowCodec, Rows, SeqId};
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
@@ -224,6 +225,7 @@ impl Engine {
             card.forget_routes();
         }
         self.decode = DecodeTime::default();
+        self.held_on_card = CacheBytes::default();
     }
 
     /// Decodes these requests together until all have ended. Every request is checked before any work is done.
@@ -267,7 +269,11 @@ impl Engine {
                 return Err(Error::Stopped);
             }
         }
-        let cache = if self.card.is_some() { self.held_on_card } else { self.cache_bytes() };
+        let cache = match &self.card {
+            // Windows of all slots, which are held as long as the cache is, and what each request had when it ended.
+            Some(card) => sum(card.bytes(), self.held_on_card),
+            None => self.cache_bytes(),
+        };
         let (routes, decode) = (self.routes().clone(), self.decode);
         let outcomes = self.take_finished()?.into_iter().map(|(_, outcome)| outcome).collect();
         Ok(Generation { outcomes, decode, routes, cache })
@@ -374,9 +380,9 @@ impl Engine {
                     status.running += 1;
                     self.cache.sequence_bytes(*id).unwrap_or(0)
                 }
-                Place::Slot(_) => {
+                Place::Slot(slot) => {
                     status.running += 1;
-                    0
+                    self.card.as_ref().map_or(0, |card| card.sequence_bytes(*slot))
                 }
                 Place::Out(swapped) => {
                     status.swapped += 1;
@@ -487,5 +493,23 @@ pub(crate) fn check_tokens(number: usize, tokens: &[u32], config: &Config) -> Re
     match tokens.iter().find(|&&t| t as usize >= vocabulary) {
         Some(&token) => Err(Error::NoSuchToken { token, vocabulary }),
         None => Ok(()),
+    }
+}
+
+fn sum(a: CacheBytes, b: CacheBytes) -> CacheBytes {
+    CacheBytes {
+        packed_bytes: a.packed_bytes + b.packed_bytes,
+        window_bytes: a.window_bytes + b.window_bytes,
+        copy_bytes: a.copy_bytes + b.copy_bytes,
+        f16_bytes_equivalent: a.f16_bytes_equivalent + b.f16_bytes_equivalent,
+    }
+}
+
+fn difference(a: CacheBytes, b: CacheBytes) -> CacheBytes {
+    CacheBytes {
+        packed_bytes: a.packed_bytes - b.packed_bytes,
+        window_bytes: a.window_bytes - b.window_bytes,
+        copy_bytes: a.copy_bytes - b.copy_bytes,
+        f16_bytes_equivalent: a.f16_bytes_equivalent - b.f16_bytes_equivalent,
     }
 }

@@ -50,6 +50,14 @@ pub enum Error {
         /// Those there are.
         supported: &'static str,
     },
+    /// A text that describes no shape of a model.
+    #[error("`{name}` is no shape of a model: {why}")]
+    Shape {
+        /// Its name or file.
+        name: String,
+        /// What is wrong with it.
+        why: String,
+    },
     /// A metadata entry that the model needs is absent or of another type.
     #[error("the model file has no usable metadata `{key}`: {why}")]
     Metadata {

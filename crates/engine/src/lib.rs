@@ -37,7 +37,7 @@ pub mod tune;
 pub use chat::Message;
 pub use codebooks::LayerBooks;
 pub use divergence::Distribution;
-pub use engine::{DecodeTime, Engine, EngineOptions, Generation};
+pub use engine::{DecodeTime, Engine, EngineOptions, Generation, requests_on_card};
 pub use error::Error;
 pub use folder::{Folder, architecture_of};
 pub use forced::{EveryRow, Feed, Forced, OnBlock, OnLogits, StoredRows, Tape};

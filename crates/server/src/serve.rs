@@ -113,12 +113,10 @@ impl Server {
                         tokio::time::sleep(NO_CONNECTION).await;
                     }
                 },
-                _ = upkeep.tick() => {
-                    self.app.metrics.upkeep();
-                    if !self.app.worker.alive() {
-                        ended = Err(ServeError::EngineGone);
-                        break;
-                    }
+                _ = upkeep.tick() => self.app.metrics.upkeep(),
+                () = self.app.worker.gone() => {
+                    ended = Err(ServeError::EngineGone);
+                    break;
                 }
                 () = &mut stop => break,
             }

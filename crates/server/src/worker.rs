@@ -131,6 +131,11 @@ impl Worker {
         let _ = self.commands.try_send(Command::Stop);
     }
 
+    /// Waits until the thread is not there any more.
+    pub async fn gone(&self) {
+        self.commands.closed().await;
+    }
+
     /// Whether the thread is there.
     pub fn alive(&self) -> bool {
         !self.commands.is_closed()

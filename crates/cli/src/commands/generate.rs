@@ -1,7 +1,7 @@
 //! `kvant generate`: continues one prompt, or several together. In: prompts and flags; out: text as it is decoded, or one
 //! JSON object with what was decoded, how fast, by which route and what the cache really holds. NOT here: decoding.
 
-use super::check_kernel;
+use super::{MOST_ON_GPU, check_kernel};
 use crate::args::{GenerateArgs, SamplingArgs};
 use crate::failure::Failure;
 use crate::session::{self, Prefill};
@@ -73,7 +73,7 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     let kernel = args.kernel.as_deref();
     // On a GPU every place has a window of its own from the start.
     let limits = match on_gpu {
-        true => Limits { max_running: prompts.len(), ..Limits::default() },
+        true => Limits { max_running: prompts.len().min(MOST_ON_GPU), ..Limits::default() },
         false => Limits::default(),
     };
     let (model, mut engine) = session::model_and_engine(&args.machine, &located, kernel, arm, schemes, limits)?;

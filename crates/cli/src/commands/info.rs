@@ -6,6 +6,7 @@ use crate::failure::Failure;
 use crate::table::{Align, Table};
 use crate::{models, output, rss, session, shape_text, units};
 use anyhow::Result;
+use kvant_engine::requests_on_card;
 use kvant_kv::cuda::{Gpu, GpuCache};
 use kvant_kv::{Arm, LayerConfig, LayerShape, Scheme};
 use kvant_roofline::cost::resident_bytes;
@@ -205,12 +206,20 @@ fn row(
     };
     let (one, plain) = (bytes_of(scheme)?, bytes_of(Scheme::F16)?);
     let request_bytes = layers * one;
+    // There windows have a bound of their own.
+    let requests = match on_gpu {
+        true => {
+            let layers = vec![LayerConfig { shape, scheme, visible: None }; layers];
+            requests_on_card(&layers, Arm::of(scheme), memory_bytes, kv_len)?
+        }
+        false => memory_bytes / request_bytes,
+    };
     Ok(Row {
         scheme: scheme.to_string(),
         bits: scheme.bits_per_element(shape.head_dim),
         request_bytes,
         times_smaller: plain as f64 / one as f64,
-        requests: memory_bytes / request_bytes,
+        requests,
     })
 }
 

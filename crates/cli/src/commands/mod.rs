@@ -22,10 +22,13 @@ impl Machine {
     /// Whether the GPU is asked for.
     ///
     /// # Errors
-    /// [`Failure`] for a device that there is none of.
+    /// [`Failure`] for a device that there is none of, and for threads where a GPU does the work.
     pub fn on_gpu(&self) -> Result<bool, Failure> {
         match self.device.as_str() {
             "cpu" => Ok(false),
+            "cuda" if self.threads.is_some() => {
+                Err(Failure::input("--threads is of the CPU's kernels", "leave it out with --device cuda"))
+            }
             "cuda" => Ok(true),
             other => Err(Failure::input(format!("unknown device `{other}`"), "--device takes cpu or cuda")),
         }
@@ -52,6 +55,21 @@ impl Machine {
 /// An arm as the command line and JSON call it.
 pub fn arm_name(arm: Arm) -> &'static str {
     ArmName::value_variants().iter().find(|n| n.arm() == arm).map_or("unknown", |n| n.name())
+}
+
+/// Most rows of a step on a GPU, and so requests that decode at once there.
+pub const MOST_ON_GPU: usize = kvant_engine::cuda::CHUNK;
+
+/// Checks a number of rows or requests of a step on a GPU.
+///
+/// # Errors
+/// [`Failure`] for more than there may be.
+pub fn check_rows(flag: &str, rows: usize) -> Result<(), Failure> {
+    if rows > MOST_ON_GPU {
+        let what = format!("{flag} {rows} is more than the {MOST_ON_GPU} rows that the GPU computes at once");
+        return Err(Failure::input(what, format!("take {MOST_ON_GPU} or less with --device cuda")));
+    }
+    Ok(())
 }
 
 /// Checks a kernel's name before anything slow happens.

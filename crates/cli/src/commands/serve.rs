@@ -1,7 +1,7 @@
 //! `kvant serve`: answers the OpenAI API until SIGTERM or SIGINT. In: flags, the environment's key; out: HTTP, a log on
 //! stderr, exit code 0 when it was asked to stop. NOT here: routes and connections (kvant-server), decoding (the engine).
 
-use super::check_kernel;
+use super::{check_kernel, check_rows};
 use crate::args::{LogFormat, ServeArgs};
 use crate::failure::Failure;
 use crate::models::{self, HubName};
@@ -30,6 +30,11 @@ pub fn run(args: &ServeArgs) -> Result<()> {
     // Cheap checks come before the model is loaded.
     let on_gpu = args.machine.on_gpu()?;
     check_kernel(args.kernel.as_deref())?;
+    if on_gpu {
+        for (flag, n) in [("--max-requests", Some(args.max_requests)), ("--step-tokens", args.step_tokens)] {
+            check_rows(flag, n.unwrap_or(1))?;
+        }
+    }
     session::check_text(args.cache.kv.as_deref())?;
     let api_key = api_key(args.api_key.clone(), std::env::var_os(KEY))?;
     if let Some(folder) = &args.swap_dir {
@@ -106,7 +111,8 @@ pub fn run(args: &ServeArgs) -> Result<()> {
                 std::process::exit(TOLD_TWICE);
             });
         };
-        server.run(listener, stop).await?;
+        let gone = |e| Failure::proof(e, "the log's last lines say why; `kvant serve` can be started again");
+        server.run(listener, stop).await.map_err(gone)?;
         anyhow::Ok(())
     });
     // A prompt that is being split into tokens for nobody is not waited for.

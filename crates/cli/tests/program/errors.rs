@@ -120,11 +120,6 @@ fn scheme_files_are_refused_by_name_and_line_before_the_model_is_loaded() {
 }
 
 #[test]
-fn what_is_not_built_yet_says_so() {
-    kvant(["generate", "--prompt", "a", "--random-weights", "x.json"]).is_refused("is not built yet");
-}
-
-#[test]
 fn a_gpu_that_is_not_there_is_one_sentence() {
     for args in [
         &["eval", "--text", "x.txt", "--device", "cuda"][..],
@@ -135,6 +130,8 @@ fn a_gpu_that_is_not_there_is_one_sentence() {
     kvant(["bench", "attend", "--device", "tpu"]).is_refused("unknown device `tpu`");
     kvant(["bench", "attend", "--ragged"]).is_refused("--ragged is of the GPU's kernels");
     kvant(["bench", "decode", "--random-weights", "qwen3-4b"]).is_refused("--random-weights fills a model on a GPU");
+    kvant(["generate", "--prompt", "a", "--device", "cuda", "--threads", "2"])
+        .is_refused("--threads is of the CPU's kernels");
     kvant(["bench", "attend", "--device", "cuda", "--hot"]).is_refused("--hot is of the CPU's kernels");
     if kvant_kv::cuda::Gpu::open(0).is_ok() {
         println!("skipped: this machine has a GPU");

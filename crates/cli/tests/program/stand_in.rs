@@ -82,10 +82,14 @@ fn a_library_that_is_missing_is_named() {
 
 #[test]
 fn a_card_without_room_is_one_sentence() {
-    // No room for the weights, for all of them, for what a step needs.
-    for memory in ["5000000", "100000000", "310000000"] {
-        run(&[("MEMORY", memory)], GENERATE).is_refused("the GPU is out of memory: ");
+    // No room for the weights, for all of them, for a cache beside what a step needs.
+    for (memory, what) in
+        [("5000000", "the GPU is"), ("100000000", "the GPU is"), ("290000000", "the cache's memory is used up")]
+    {
+        run(&[("MEMORY", memory)], GENERATE).is_refused(what);
     }
+    // Enough for all of that is enough for a cache too.
+    assert_eq!(run(&[("MEMORY", "500000000")], GENERATE).code, Some(0));
     // None for a page.
     run(&[], &["serve", "--device", "cuda", "--port", "0", "--kv-memory", "1MiB"])
         .is_refused("the cache's memory is used up: ");
@@ -96,8 +100,49 @@ fn a_card_without_room_is_one_sentence() {
 #[test]
 fn limits_beyond_a_card_are_refused() {
     let serve = |limit: &[&str]| run(&[], &[&["serve", "--device", "cuda", "--port", "0"], limit].concat());
-    serve(&["--step-tokens", "2049"]).is_refused("the GPU computes up to 2048 rows at once, not 2049");
-    serve(&["--max-requests", "2049"]).is_refused("the GPU decodes up to 2048 requests at once, not 2049");
+    serve(&["--step-tokens", "2049"]).is_refused("--step-tokens 2049 is more than the 2048 rows");
+    serve(&["--max-requests", "2049"]).is_refused("--max-requests 2049 is more than the 2048 rows");
+    let bench = |args: &[&str]| run(&[], &[&["bench"], args].concat());
+    let decode =
+        ["decode", "--device", "cuda", "--random-weights", "smollm2-135m", "--kv", "k4v4g64", "--steps", "130"];
+    bench(&[&decode[..], &["--batch", "3000"]].concat()).is_refused("--batch 3000 is more than the 2048 rows");
+    bench(&["attend", "--device", "cuda", "--shape", "b=65535,q=1,kv=1,d=64,s=999999999"])
+        .is_refused("GB of the machine's memory");
+    let folder = tempfile::tempdir().unwrap();
+    let shape = folder.path().join("shape.json");
+    let heads = 1u64 << 60;
+    let text = json!({ "architecture": "llama", "layers": 2, "hidden": 64, "q_heads": heads, "kv_heads": heads, "head_dim": 64,
+                       "feed_forward": 96, "vocabulary": 300, "context": 4096 });
+    std::fs::write(&shape, text.to_string()).unwrap();
+    let mut decode = decode;
+    decode[4] = shape.to_str().unwrap();
+    bench(&decode).is_refused("is no shape of a model: `q_heads` is 1152921504606846976");
+}
+
+#[test]
+fn the_bytes_of_requests_that_end_apart_are_all_counted() {
+    let folder = tempfile::tempdir().unwrap();
+    let prompts = folder.path().join("prompts.txt");
+    let one = "hello ".repeat(500).trim_end().to_string() + "\n";
+    std::fs::write(&prompts, one.repeat(6)).unwrap();
+    // Prompts are computed one after another, and each answer is one token: they end in steps of their own.
+    let args = [
+        "generate",
+        "--device",
+        "cuda",
+        "--prompts",
+        prompts.to_str().unwrap(),
+        "--max-tokens",
+        "1",
+        "--kv",
+        "f16",
+        "--json",
+    ];
+    let run = run(&[], &args);
+    let json: Value = serde_json::from_str(&run.stdout).unwrap_or_else(|e| panic!("{e}: {run:?}"));
+    let cache = &json["cache"];
+    let (held, plain) = (cache["window_bytes"].as_u64().unwrap(), cache["f16_bytes_equivalent"].as_u64().unwrap());
+    assert!(plain >= 6 * 500 * 23_040 && held >= plain && held < plain + plain / 4, "{cache}");
 }
 
 #[test]
@@ -134,9 +179,23 @@ fn requests_beyond_the_windows_that_have_room_wait_and_are_told() {
         let answer = rest(stream);
         assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("\"completion_tokens\":300"), "{answer}");
     }
-    let status = rest(served.send("/status", &Value::Null));
-    let status: Value = serde_json::from_str(status.split_once("\r\n\r\n").unwrap().1).unwrap();
-    assert_eq!((&status["blocks"]["used"], &status["output_tokens"]), (&json!(0), &json!(40 * 300)), "{status}");
+    let status = || -> Value {
+        let answer = rest(served.send("/status", &Value::Null));
+        serde_json::from_str(answer.split_once("\r\n\r\n").unwrap().1).unwrap()
+    };
+    let running = served.send("/v1/completions", &ask(3000));
+    let bytes = loop {
+        match status()["requests"][0]["bytes"].as_u64() {
+            Some(bytes) if bytes > 0 => break bytes,
+            _ => std::thread::sleep(std::time::Duration::from_millis(2)),
+        }
+    };
+    // 12 pages of 256 tokens, and a window.
+    assert!((12 * 256 * 6_000..32 << 20).contains(&(bytes as usize)), "{bytes}");
+    assert!(rest(running).starts_with("HTTP/1.1 200"));
+    let status = status();
+    assert!(status["budget_bytes"].as_u64().is_some_and(|b| 0 < b && b <= 256 << 20), "{status}");
+    assert_eq!((&status["blocks"]["used"], &status["output_tokens"]), (&json!(0), &json!(40 * 300 + 3000)), "{status}");
     served.signal("-TERM");
     let (code, log) = served.ended();
     assert!(code == Some(0) && log.contains("warning: windows of 500 requests would take more than"), "{log}");
@@ -153,7 +212,7 @@ fn a_server_whose_card_died_says_so_and_ends() {
     };
     assert!(answer.starts_with("HTTP/1.1 500") && answer.contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{answer}");
     let (code, log) = served.ended();
-    assert!(code.is_some_and(|code| code != 0), "{code:?} {log}");
+    assert_eq!(code, Some(1), "{log}");
     assert!(log.contains("the device does not answer any more"), "{log}");
     assert!(log.contains("the engine's thread ended unexpectedly") && !log.contains("panicked"), "{log}");
 }

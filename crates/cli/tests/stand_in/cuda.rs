@@ -101,19 +101,39 @@ handles! {
     cuEventCreate(flags: c_uint);
     cuDevicePrimaryCtxRetain(device: c_int);
     cuCtxGetCurrent();
-    nvrtcCreateProgram(source: *const c_char);
-    cublasLtCreate();
-    cublasLtMatrixLayoutCreate();
-    cublasLtMatmulDescCreate();
-    cublasLtMatmulPreferenceCreate();
 }
 
 succeed! {
     cuStreamDestroy_v2 cuStreamSynchronize cuStreamBeginCapture_v2 cuStreamWaitEvent cuModuleUnload cuGraphExecDestroy
     cuGraphDestroy cuGraphUpload cuEventRecord cuEventSynchronize cuEventDestroy_v2 cuCtxSetCurrent cuCtxSynchronize
-    cuFuncSetAttribute cuDevicePrimaryCtxRelease_v2 nvrtcDestroyProgram nvrtcCompileProgram cublasLtDestroy
-    cublasLtMatrixLayoutDestroy cublasLtMatmulDescSetAttribute cublasLtMatmulDescDestroy
-    cublasLtMatmulPreferenceSetAttribute cublasLtMatmulPreferenceDestroy
+    cuFuncSetAttribute cuDevicePrimaryCtxRelease_v2
+}
+
+/// Those of libraries whose numbers for errors are their own: what they do not know there is no value of cudarc's types.
+macro_rules! library {
+    ($failed:literal: $($name:ident)*; $($making:ident)*) => {
+        $(
+            #[unsafe(no_mangle)]
+            pub extern "C" fn $name() -> Result { if health() == SUCCESS { SUCCESS } else { $failed } }
+        )*
+        $(
+            #[unsafe(no_mangle)]
+            pub unsafe extern "C" fn $making(handle: *mut usize) -> Result {
+                unsafe { *handle = HANDLE };
+                if health() == SUCCESS { SUCCESS } else { $failed }
+            }
+        )*
+    };
+}
+
+library! {
+    11: nvrtcDestroyProgram nvrtcCompileProgram; nvrtcCreateProgram
+}
+
+library! {
+    13: cublasLtDestroy cublasLtMatrixLayoutDestroy cublasLtMatmulDescSetAttribute cublasLtMatmulDescDestroy
+    cublasLtMatmulPreferenceSetAttribute cublasLtMatmulPreferenceDestroy;
+    cublasLtCreate cublasLtMatrixLayoutCreate cublasLtMatmulDescCreate cublasLtMatmulPreferenceCreate
 }
 
 #[unsafe(no_mangle)]
@@ -343,6 +363,9 @@ pub unsafe extern "C" fn nvrtcGetCUBIN(_: usize, code: *mut u8) -> Result {
     SUCCESS
 }
 
+/// Bytes of what describes a way.
+const WAY_BYTES: usize = 96;
+
 /// One way to compute a product.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
@@ -354,11 +377,14 @@ pub unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
     _: usize,
     _: usize,
     _: c_int,
-    _: *mut c_void,
+    way: *mut u8,
     count: *mut c_int,
 ) -> Result {
-    unsafe { *count = 1 };
-    health()
+    unsafe {
+        ptr::write_bytes(way, 0, WAY_BYTES);
+        *count = 1;
+    }
+    if health() == SUCCESS { SUCCESS } else { 13 }
 }
 
 #[unsafe(no_mangle)]

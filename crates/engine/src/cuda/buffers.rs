@@ -35,6 +35,19 @@ pub(super) struct Buffers {
 }
 
 impl Buffers {
+    /// Bytes of [`Buffers::new`] on the card.
+    pub fn bytes(config: &Config, rows: usize, wanted: usize) -> usize {
+        let shape = config.shape;
+        let (q_len, kv_len) = (shape.q_heads * shape.head_dim, shape.row_len());
+        let row = 8 // tokens and positions
+            + size_of::<f32>() * config.hidden
+            + size_of::<bf16>() * (config.hidden + q_len + 2 * kv_len + q_len + 3 * config.feed_forward)
+            + size_of::<f16>() * (q_len + 2 * kv_len)
+            + size_of::<u32>() * OUTCOME_WORDS;
+        let logits = size_of::<f32>() * config.vocabulary + 2 * size_of::<u32>() * PARTS as usize;
+        rows * row + wanted * logits + shape.head_dim / 2 * size_of::<f64>()
+    }
+
     /// Room for chunks of `rows` rows and batches of `wanted`.
     pub fn new(gpu: &Gpu, config: &Config, rows: usize, wanted: usize) -> Result<Self, Error> {
         let (hidden, forward, shape) = (config.hidden, config.feed_forward, config.shape);

@@ -15,7 +15,7 @@ use std::sync::Arc;
 /// Ways that the library is asked for.
 const WAYS: usize = 8;
 /// What the vendor recommends: 32 MiB from Hopper on.
-const WORKSPACE_BYTES: usize = 32 << 20;
+pub(super) const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// A product's numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

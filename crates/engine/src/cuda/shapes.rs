@@ -91,10 +91,10 @@ impl Shape {
     /// Reads a shape from a text in TOML or JSON; `name` is what errors call it.
     ///
     /// # Errors
-    /// [`Error::Metadata`] for a text or a number that is none, [`Error::Architecture`], [`Error::CpuOnly`], [`Error::Kv`] for
+    /// [`Error::Shape`] for a text or a number that is none, [`Error::Architecture`], [`Error::CpuOnly`], [`Error::Kv`] for
     /// heads outside the attention's contract.
     pub fn parse(text: &str, name: &str) -> Result<Self, Error> {
-        let no = |why: String| Error::Metadata { key: name.into(), why: why.lines().next().unwrap_or_default().into() };
+        let no = |why: String| Error::Shape { name: name.into(), why: why.lines().next().unwrap_or_default().into() };
         let t: Text = if text.trim_start().starts_with('{') {
             serde_json::from_str(text).map_err(|e| no(e.to_string()))?
         } else {
@@ -103,6 +103,8 @@ impl Shape {
         let counts = [
             ("layers", t.layers),
             ("hidden", t.hidden),
+            ("q_heads", t.q_heads),
+            ("kv_heads", t.kv_heads),
             ("feed_forward", t.feed_forward),
             ("vocabulary", t.vocabulary),
             ("context", t.context),

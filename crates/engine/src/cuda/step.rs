@@ -9,6 +9,7 @@ use super::buckets::{CHUNK, bucket};
 use super::buffers::Buffers;
 use super::cache::StepCache;
 use super::kernels::{HeadBuffers, LOST, NAN_LOGIT, OUTCOME_WORDS, Outcome, at};
+use super::library::WORKSPACE_BYTES;
 use super::products::{Choice, Product, Products, Size, captured};
 use super::weights::Weights;
 use crate::Error;
@@ -73,6 +74,11 @@ impl<C: StepCache> Decoder<C> {
             options: DecoderOptions { most_batch, ..options },
             graphs: HashMap::new(),
         })
+    }
+
+    /// Bytes on the card that a decoder of `most_batch` rows takes beside weights and cache.
+    pub(crate) fn bytes_beside(config: &Config, most_batch: usize) -> usize {
+        Buffers::bytes(config, CHUNK, most_batch) + WORKSPACE_BYTES
     }
 
     /// The model's numbers.

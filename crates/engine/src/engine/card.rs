@@ -22,7 +22,8 @@ const SLOTS: usize = 64;
 /// Of a cache's bytes, what windows of all places may take together: the others are for pages. In a cache of `k4v4g64w128` a
 /// window is as large as the packed groups of some 700 tokens, so a fourth is theirs where requests have 2,000 to 3,000.
 const WINDOWS: usize = 4;
-/// Of the card's free memory, what a cache takes when the limits name no number: room is left for prompts' buffers.
+/// Of the card's free memory that a decoder has no use for, what a cache takes when the limits name no number: room is left for
+/// prompts' scratch.
 const SHARE: f64 = 0.85;
 
 /// What an engine has on a card.
@@ -68,6 +69,11 @@ impl Card {
         }
     }
 
+    /// Bytes of a sequence: its pages, and its window.
+    pub(super) fn sequence_bytes(&self, slot: usize) -> usize {
+        self.cache().sequence_bytes(slot).unwrap_or(0)
+    }
+
     /// Pages that nobody has, and all.
     pub(super) fn pages(&self) -> (usize, usize) {
         (self.cache().free_pages(), self.cache().pages())
@@ -109,7 +115,7 @@ impl Engine {
             let why = format!("the GPU computes up to {CHUNK} rows at once, not {rows}");
             return Err(Error::Limit { option: "step_tokens", why });
         }
-        let free = gpu.memory()?.0;
+        let free = gpu.memory()?.0.saturating_sub(Decoder::<GpuCache>::bytes_beside(&config, slots));
         let bytes = limits.kv_memory.unwrap_or((free as f64 * SHARE) as usize);
         let slots = slots_within(&layers, arm, slots, bytes / WINDOWS)?;
         engine.limits.max_running = most.min(slots);
@@ -123,6 +129,7 @@ impl Engine {
             invariant: false,
         };
         let cache = GpuCache::new(&gpu, &layers, arm, cache_options)?;
+        engine.limits.kv_memory = Some(cache.capacity_bytes());
         let decoder = Decoder::new(weights, cache, &engine.bases, decoder_options)?;
         engine.card = Some(Card { decoder, routes: BTreeMap::new(), layers: layers.len() as u64, arm });
         Ok(engine)
@@ -271,6 +278,18 @@ impl Engine {
     }
 }
 
+/// Requests of so many tokens that an engine with `bytes` for its cache decodes at once on a card, given the best number of places.
+///
+/// # Errors
+/// As [`GpuCache::bytes_of`].
+pub fn requests_on_card(layers: &[LayerConfig], arm: Arm, bytes: usize, tokens: usize) -> Result<usize, Error> {
+    let windows = GpuCache::bytes_of(layers, arm, 1, 0)?;
+    let pages = (GpuCache::bytes_of(layers, arm, 1, tokens)? - windows).max(1);
+    let most = slots_within(layers, arm, CHUNK, bytes / WINDOWS)?;
+    let fit = |slots: usize| (bytes.saturating_sub(slots * windows) / pages).min(slots);
+    Ok(BUCKETS.into_iter().take_while(|&slots| slots <= most).map(fit).max().unwrap_or(0))
+}
+
 /// The most slots, of the sizes that steps are prepared for and up to `most`, whose windows take no more than `bytes`; at least one.
 fn slots_within(layers: &[LayerConfig], arm: Arm, most: usize, bytes: usize) -> Result<usize, Error> {
     let mut slots = BUCKETS[0];
@@ -296,6 +315,8 @@ mod tests {
         let slots = slots_within(&packed, Arm::Fused, 1024, bytes / WINDOWS).unwrap();
         assert_eq!(slots, 256);
         // More requests of 4,000 tokens than with the windows of 1,024, and than a plain cache has room for.
+        assert_eq!(requests_on_card(&packed, Arm::Fused, bytes, 4000).unwrap(), 192, "of 256 places or of 192");
+        assert_eq!(requests_on_card(&layers("f16"), Arm::F16, bytes, 4000).unwrap(), 66);
         let fit = |layers: &[LayerConfig], arm, slots| {
             let left = bytes - GpuCache::bytes_of(layers, arm, slots, 0).unwrap();
             let pages =

@@ -1,7 +1,7 @@
 //! One step: who leaves and enters the cache, the model over everybody's rows, the next tokens. In: requests; out: events.
 //! NOT here: the rules (scheduler.rs), memory (room.rs), what a request does with a token (sequence.rs).
 
-use super::Engine;
+use super::{Engine, difference, sum};
 use crate::model::Config;
 use crate::request::Event;
 use crate::scheduler::{self, Moves, State};
@@ -315,14 +315,13 @@ impl Engine {
         let (finished, running): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.sequences).into_iter().partition(Sequence::finished);
         self.sequences = running;
-        if let Some(card) = self.card.as_ref().filter(|_| !finished.is_empty()) {
-            // What was held when the last one ended, all still in it, is what a generation reports.
-            self.held_on_card = card.bytes();
-        }
         for mut s in finished {
             self.prefixes.give_back(&s.leave_pages());
             if let (Some(slot), Some(card)) = (s.slot(), self.card.as_mut()) {
+                // What each held when it ended is what a generation reports.
+                let before = card.bytes();
                 card.free(slot)?;
+                self.held_on_card = sum(self.held_on_card, difference(before, card.bytes()));
                 s.place = Place::Waiting;
             }
             self.done.push(s);

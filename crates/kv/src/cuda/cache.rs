@@ -202,6 +202,24 @@ impl GpuCache {
         self.kinds.iter().map(|kind| kind.sizes.page_bytes()).sum()
     }
 
+    /// Bytes of all pages and windows: what is taken of [`GpuOptions::bytes`].
+    pub fn capacity_bytes(&self) -> usize {
+        self.pages * self.page_bytes() + self.options.slots * self.slot_bytes()
+    }
+
+    /// Bytes of the windows of a slot in all layers.
+    fn slot_bytes(&self) -> usize {
+        self.kinds.iter().map(|kind| kind.sizes.slot_bytes()).sum()
+    }
+
+    /// Bytes of a sequence: its pages and its windows.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchSequence`].
+    pub fn sequence_bytes(&self, slot: usize) -> Result<usize, Error> {
+        Ok(self.sequence(slot)?.pages.len() * self.page_bytes() + self.slot_bytes())
+    }
+
     /// Slots that no sequence has.
     pub fn free_slots(&self) -> usize {
         self.sequences.iter().filter(|s| s.is_none()).count()

@@ -7,7 +7,7 @@
 use super::{Inputs, Report, Row, named, share_of_read};
 use crate::args::AttendArgs;
 use crate::failure::{Failure, SCHEME_HINT};
-use crate::{progress, shape_text};
+use crate::{progress, rss, shape_text};
 use anyhow::Result;
 use half::f16;
 use kvant_kv::attend::reference::{attend_cache_f64, relative_error};
@@ -64,6 +64,7 @@ pub fn measure(args: &AttendArgs) -> Result<Report> {
     schemes.retain(|(_, s)| *s != Scheme::F16);
     schemes.insert(0, (Scheme::F16.to_string(), Scheme::F16));
     let longest = lens.iter().copied().max().unwrap_or(kv_len);
+    check_host_memory(shape, longest)?;
     let inputs = Inputs::new(shape, 1, longest);
     let mut subjects = Vec::new();
     for (name, scheme) in schemes {
@@ -104,6 +105,22 @@ pub fn measure(args: &AttendArgs) -> Result<Report> {
     });
     let rows = rows.collect();
     Ok(Report { rows, batch, q_heads, kv_heads, head_dim, kv_len, threads: 0, cold: true, rounds })
+}
+
+/// Whether the machine has room for one sequence's keys and values, in f32 and in f16 for the card.
+fn check_host_memory(shape: LayerShape, kv_len: usize) -> Result<(), Failure> {
+    let need = 2.0 * shape.row_len() as f64 * kv_len as f64 * (size_of::<f32>() + size_of::<f16>()) as f64;
+    match rss::machine_memory_bytes() {
+        Some((available, _)) if need > available as f64 => Err(Failure::input(
+            format!(
+                "this needs about {:.1} GB of the machine's memory, and {:.1} GB are available",
+                need / 1e9,
+                available as f64 / 1e9
+            ),
+            "take a smaller shape",
+        )),
+        _ => Ok(()),
+    }
 }
 
 /// Lengths of the batch's sequences: all `kv_len`, or spread evenly over 0.5 to 1.5 of it, in an order that mixes short and long.

@@ -7,6 +7,7 @@
 
 use super::{check_arms, check_lengths, check_list, flushes, packed_scheme};
 use crate::args::{ArmName, DecodeArgs};
+use crate::commands::check_rows;
 use crate::commands::demo::PROMPTS;
 use crate::failure::Failure;
 use crate::session::{self, Located};
@@ -108,6 +109,7 @@ pub fn run(args: &DecodeArgs) -> Result<()> {
     }
     let scheme = packed_scheme(&args.kv)?;
     check_list("--batch", &args.batch)?;
+    args.batch.iter().try_for_each(|&batch| check_rows("--batch", batch))?;
     check_arms(&args.arms)?;
     let (from, name) = match &args.random_weights {
         Some(name) => (From::Shape(Shape::load(name).map_err(Failure::from)?), format!("{name} (random weights)")),
@@ -211,15 +213,25 @@ impl Bench<'_> {
         Ok(logits)
     }
 
+    /// A row of the table; what does not fit on the card is a result of its own.
     fn time(&self, arm: ArmName, batch: usize) -> Result<Row, Error> {
-        let (args, config) = (self.args, self.from.config());
+        match self.timed(arm, batch) {
+            Err(e @ Error::Kv(kvant_kv::Error::GpuOutOfMemory { .. })) => {
+                Ok(Row { failed: Some(e.to_string()), ..self.empty(arm, batch) })
+            }
+            row => row,
+        }
+    }
+
+    /// A row without figures.
+    fn empty(&self, arm: ArmName, batch: usize) -> Row {
         let scheme = match arm.arm() {
             Arm::F16 => Scheme::F16.to_string(),
-            _ => self.schemes[0].to_string(),
+            _ => self.args.kv.clone(),
         };
-        let row = Row {
+        Row {
             batch,
-            prompt_len: args.prompt_len,
+            prompt_len: self.args.prompt_len,
             arm: arm.name(),
             scheme,
             ttft_ms: 0.0,
@@ -232,18 +244,14 @@ impl Bench<'_> {
             device_bytes: 0,
             kld_to_dequant_step: None,
             failed: None,
-        };
-        let result = self.decoder(arm.arm(), batch, args.prompt_len + args.steps + WARM + 1);
-        let mut decoder = match result {
-            Ok(decoder) => decoder,
-            // What does not fit is a result of its own.
-            Err(e @ Error::Kv(kvant_kv::Error::GpuOutOfMemory { .. })) => {
-                return Ok(Row { failed: Some(e.to_string()), ..row });
-            }
-            Err(e) => return Err(e),
-        };
-        let tokens = self.from.tokens(args.prompt_len)?;
+        }
+    }
+
+    fn timed(&self, arm: ArmName, batch: usize) -> Result<Row, Error> {
+        let (args, config) = (self.args, self.from.config());
         let room = args.prompt_len + args.steps + WARM + 1;
+        let mut decoder = self.decoder(arm.arm(), batch, room)?;
+        let tokens = self.from.tokens(args.prompt_len)?;
         let slots = (0..batch).map(|_| decoder.cache_mut().add(room)).collect::<Result<Vec<_>, _>>()?;
         // Twice: the first time chooses products.
         decoder.prefill(slots[0], &tokens)?;
@@ -281,7 +289,7 @@ impl Bench<'_> {
             cache_bytes: bytes.packed_bytes + bytes.window_bytes + bytes.copy_bytes,
             weight_bytes: decoder.weight_bytes(),
             device_bytes: total - free,
-            ..row
+            ..self.empty(arm, batch)
         })
     }
 }
