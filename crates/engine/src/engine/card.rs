@@ -62,11 +62,13 @@ impl Card {
     /// # Errors
     /// [`Error::NeverFits`].
     pub(super) fn check_fits(&self, request: usize, tokens: usize) -> Result<(), Error> {
-        let (pages, all, bytes) = (GpuCache::pages_of(tokens), self.cache().pages(), self.cache().page_bytes());
-        match pages <= all {
-            true => Ok(()),
-            false => Err(Error::NeverFits { request, tokens, need: pages * bytes, budget: all * bytes }),
+        let (pages, all) = (GpuCache::pages_of(tokens), self.cache().pages());
+        if pages <= all {
+            return Ok(());
         }
+        // Both with the one window that a request has.
+        let bytes = |pages: usize| pages * self.cache().page_bytes() + self.cache().window_bytes();
+        Err(Error::NeverFits { request, tokens, need: bytes(pages), budget: bytes(all) })
     }
 
     /// Bytes of a sequence: its pages, and its window.

@@ -61,8 +61,11 @@ fn as_stored(layers: &[LayerConfig], arm: Arm) -> Vec<LayerConfig> {
     layers.iter().map(|l| LayerConfig { scheme: scheme(l), ..*l }).collect()
 }
 
-/// Sizes of the kinds of layers, and for each layer its kind and its place among the kind's layers.
-fn sizes_of(layers: &[LayerConfig], arm: Arm) -> Result<(Vec<Sizes>, Vec<(usize, usize)>), Error> {
+/// For each layer its kind, and its place among the kind's layers.
+type Places = Vec<(usize, usize)>;
+
+/// Sizes of the kinds of layers, and where each layer is among them.
+fn sizes_of(layers: &[LayerConfig], arm: Arm) -> Result<(Vec<Sizes>, Places), Error> {
     let mut kinds: Vec<(LayerConfig, usize)> = Vec::new();
     let mut place = Vec::new();
     for layer in layers {
@@ -85,8 +88,7 @@ pub struct GpuCache {
     pub(super) layers: Vec<LayerConfig>,
     /// Layers of one shape and scheme share a kind.
     pub(super) kinds: Vec<Kind>,
-    /// For each layer its kind, and its place among the kind's layers.
-    pub(super) place: Vec<(usize, usize)>,
+    pub(super) place: Places,
     pub(super) sequences: Vec<Option<Sequence>>,
     pub(super) free_pages: Vec<u32>,
     pub(super) pages: usize,
@@ -204,11 +206,11 @@ impl GpuCache {
 
     /// Bytes of all pages and windows: what is taken of [`GpuOptions::bytes`].
     pub fn capacity_bytes(&self) -> usize {
-        self.pages * self.page_bytes() + self.options.slots * self.slot_bytes()
+        self.pages * self.page_bytes() + self.options.slots * self.window_bytes()
     }
 
-    /// Bytes of the windows of a slot in all layers.
-    fn slot_bytes(&self) -> usize {
+    /// Bytes of a sequence's windows in all layers.
+    pub fn window_bytes(&self) -> usize {
         self.kinds.iter().map(|kind| kind.sizes.slot_bytes()).sum()
     }
 
@@ -217,7 +219,7 @@ impl GpuCache {
     /// # Errors
     /// [`Error::NoSuchSequence`].
     pub fn sequence_bytes(&self, slot: usize) -> Result<usize, Error> {
-        Ok(self.sequence(slot)?.pages.len() * self.page_bytes() + self.slot_bytes())
+        Ok(self.sequence(slot)?.pages.len() * self.page_bytes() + self.window_bytes())
     }
 
     /// Slots that no sequence has.

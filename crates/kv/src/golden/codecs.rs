@@ -128,7 +128,11 @@ fn near_border(grid: &Grid, rms: f64, scale: f64, x: f64, lower: u8) -> bool {
 
 /// Leaves with what is wrong: a test of damage looks for it, and a panic would be printed there.
 macro_rules! ensure {
-    ($right:expr, $($words:tt)*) => { if !$right { return Err(format!($($words)*)); } };
+    ($right:expr, $($words:tt)*) => {
+        // NaN is not right either.
+        let right: bool = $right;
+        if !right { return Err(format!($($words)*)); }
+    };
 }
 
 /// The file's rows of a codec, by one kernel of append: how many codes differ where either is right,
