@@ -115,6 +115,8 @@ const RULES: &[Rule] = &[
             "crates/engine/src/cuda/",
             "crates/roofline/src/peaks/",
             "crates/kv/tests/tidy.rs",
+            // A stand-in for libraries in C.
+            "crates/cli/tests/stand_in/",
         ],
         forbidden: &[
             "std::arch::x86_64",
