@@ -1,5 +1,5 @@
 //! kvant: the program. In: a command line; out: text or one JSON object on stdout, everything else on stderr, an exit code
-//! (0 done, 2 bad input with a hint, 1 a proof that failed). NOT here: what commands do (commands/).
+//! (0 done, 2 bad input with a hint, 1 a proof that failed or a server without its engine). NOT here: what commands do (commands/).
 
 mod args;
 mod commands;
