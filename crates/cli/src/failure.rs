@@ -8,7 +8,7 @@ use std::fmt;
 
 /// Exit code of anything the user can mend: a flag, a scheme, a file, a model, this machine.
 pub const BAD_INPUT: u8 = 2;
-/// Exit code of a proof that failed although the input was right.
+/// Exit code of a proof that failed although the input was right, and of a server without its engine.
 pub const PROOF_FAILED: u8 = 1;
 
 /// A failure with its hint and exit code.
@@ -28,7 +28,7 @@ impl Failure {
         Self { what: one_line(&what.to_string()), hint: one_line(&hint.to_string()), code: BAD_INPUT }
     }
 
-    /// A proof that did not hold.
+    /// A proof that did not hold, or what else went wrong without a fault of the user.
     pub fn proof(what: impl fmt::Display, hint: impl fmt::Display) -> Self {
         Self { code: PROOF_FAILED, ..Self::input(what, hint) }
     }

@@ -1,5 +1,7 @@
 //! Memory of this process. In: nothing; out: bytes the kernel counted. NOT here: the cache's own count (kvant-kv).
 
+use crate::failure::Failure;
+
 /// Most bytes this process ever had in memory (`VmHWM`), or `None` where the system does not say.
 pub fn peak_rss_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
@@ -10,6 +12,21 @@ pub fn peak_rss_bytes() -> Option<u64> {
 pub fn machine_memory_bytes() -> Option<(u64, u64)> {
     let info = std::fs::read_to_string("/proc/meminfo").ok()?;
     Some((kib_of(&info, "MemAvailable:")? * 1024, kib_of(&info, "MemTotal:")? * 1024))
+}
+
+/// An error when this machine has no such memory, in a sentence with this hint.
+///
+/// # Errors
+/// [`Failure`] says what is needed and what there is.
+pub fn check(need: f64, hint: &str) -> Result<(), Failure> {
+    match machine_memory_bytes() {
+        Some((available, _)) if need > available as f64 => {
+            let (need, available) = (need / 1e9, available as f64 / 1e9);
+            let what = format!("this needs about {need:.1} GB of memory, and {available:.1} GB are available");
+            Err(Failure::input(what, hint))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn kib_of(text: &str, key: &str) -> Option<u64> {

@@ -202,6 +202,16 @@ pub fn load_on_gpu(model: &Located) -> Result<(Arc<LoadedModel>, Weights)> {
     Ok((Arc::new(loaded), weights.map_err(Failure::from)?))
 }
 
+/// Whether the GPU's cache stores these schemes, before weights are loaded for them.
+///
+/// # Errors
+/// [`Failure`] names what it does not read.
+pub fn check_on_gpu(schemes: &Schemes, config: &Config, arm: Arm) -> Result<(), Failure> {
+    let layers: Vec<_> = schemes.layers().iter().enumerate().map(|(i, &scheme)| config.layer(i, scheme)).collect();
+    GpuCache::bytes_of(&layers, arm, 1, 1)?;
+    Ok(())
+}
+
 /// A model and an engine over it on the device that flags name.
 ///
 /// # Errors
@@ -221,10 +231,7 @@ pub fn model_and_engine(
                 return Err(Failure::input(format!("{flag} is of the CPU's engine"), hint).into());
             }
         }
-        // What the card does not read is said before weights are loaded.
-        let layers: Vec<_> =
-            schemes.layers().iter().enumerate().map(|(i, &scheme)| located.config.layer(i, scheme)).collect();
-        GpuCache::bytes_of(&layers, arm, 1, 1).map_err(Failure::from)?;
+        check_on_gpu(&schemes, &located.config, arm)?;
         let (model, weights) = load_on_gpu(located)?;
         let kernel = kernel.map(str::to_string);
         let options = EngineOptions { threads: machine.host_threads(), kernel, arm, schemes, limits };

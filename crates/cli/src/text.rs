@@ -108,16 +108,5 @@ pub fn check_memory(held: usize, config: &Config, products: Products) -> Result<
         }
         Products::Quantized => 0,
     };
-    let need = (held + weights) as f64;
-    match rss::machine_memory_bytes() {
-        Some((available, _)) if need > available as f64 => Err(Failure::input(
-            format!(
-                "this needs about {:.1} GB of memory, and {:.1} GB are available",
-                need / 1e9,
-                available as f64 / 1e9
-            ),
-            "take a smaller --ctx (of eval also --score half, or --activations product)",
-        )),
-        _ => Ok(()),
-    }
+    rss::check((held + weights) as f64, "take a smaller --ctx (of eval also --score half, or --activations product)")
 }

@@ -97,7 +97,8 @@ pub struct Generation {
     pub decode: DecodeTime,
     /// Attention calls by route.
     pub routes: BTreeMap<String, u64>,
-    /// What the cache held when the last request ended, all requests still in it.
+    /// What the cache held when the last request ended, all requests still in it; on a card what each held when it ended, its
+    /// window among it.
     pub cache: CacheBytes,
 }
 
@@ -270,8 +271,11 @@ impl Engine {
             }
         }
         let cache = match &self.card {
-            // Windows of all slots, which are held as long as the cache is, and what each request had when it ended.
-            Some(card) => sum(card.bytes(), self.held_on_card),
+            // A copy for one step is held once for all.
+            Some(card) => {
+                let CacheBytes { copy_bytes, .. } = card.bytes();
+                CacheBytes { copy_bytes: self.held_on_card.copy_bytes + copy_bytes, ..self.held_on_card }
+            }
             None => self.cache_bytes(),
         };
         let (routes, decode) = (self.routes().clone(), self.decode);

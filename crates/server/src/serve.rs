@@ -127,7 +127,11 @@ impl Server {
         let seconds = self.app.options.drain.as_secs_f64();
         tracing::info!(running = running.running, waiting = running.waiting, seconds, "going: no new connections");
         let mut closed = std::pin::pin!(graceful.shutdown());
-        if tokio::time::timeout(self.app.options.drain, &mut closed).await.is_err() {
+        let drained = tokio::time::timeout(self.app.options.drain, &mut closed).await;
+        if !self.app.worker.alive() {
+            ended = Err(ServeError::EngineGone);
+        }
+        if drained.is_err() {
             tracing::warn!("the time for running requests is over; the rest is ended");
             self.app.worker.stop();
             let _ = tokio::time::timeout(LAST_WORDS, &mut closed).await;
@@ -136,7 +140,9 @@ impl Server {
         if let Some(thread) = self.thread.take() {
             // A step that is under way is not waited for longer than the last words.
             let joined = tokio::task::spawn_blocking(move || thread.join());
-            let _ = tokio::time::timeout(LAST_WORDS, joined).await;
+            if let Ok(Ok(Err(_))) = tokio::time::timeout(LAST_WORDS, joined).await {
+                ended = Err(ServeError::EngineGone);
+            }
         }
         tracing::info!("gone");
         ended

@@ -196,17 +196,10 @@ const SEQUENCE_BYTES: f64 = 1024.0;
 /// Refuses what would not fit, before anything is allocated.
 fn check_memory(schemes: &[Named], shape: LayerShape, batch: usize, kv_len: usize, hot: bool) -> Result<(), Failure> {
     let need = needed_bytes(schemes, shape, batch, kv_len, hot);
-    match rss::machine_memory_bytes() {
-        Some((available, _)) if need > available as f64 => Err(Failure::input(
-            format!(
-                "this needs about {:.1} GB of memory, and {:.1} GB are available",
-                need / 1e9,
-                available as f64 / 1e9
-            ),
-            if hot { "take a smaller shape or fewer schemes" } else { "take a smaller shape, fewer schemes, or --hot" },
-        )),
-        _ => Ok(()),
-    }
+    rss::check(
+        need,
+        if hot { "take a smaller shape or fewer schemes" } else { "take a smaller shape, fewer schemes, or --hot" },
+    )
 }
 
 /// About what all of it takes: inputs, outputs, every copy of every cache in whole blocks, and the reader's buffer.

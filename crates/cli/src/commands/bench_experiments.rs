@@ -18,7 +18,7 @@ use super::{check_kernel, info};
 use crate::args::ExperimentArgs;
 use crate::failure::Failure;
 use crate::table::Table;
-use crate::{output, rss, shape_text, units};
+use crate::{output, rss, shape_text};
 use anyhow::Result;
 use kvant_kv::{Arm, AttendOptions, Attention, Cache, LayerConfig, LayerShape, Rows, Scheme};
 use kvant_roofline::timer::{self, Contestant, Timing};
@@ -216,13 +216,7 @@ impl Contents {
         let copy =
             if self.arm == Arm::DequantOnce { self.batch * cost(self.scheme, self.shape, self.kv_len) } else { 0 };
         let need = layers * (self.layer_bytes() + copy) + more;
-        match rss::machine_memory_bytes() {
-            Some((available, _)) if need as u64 > available => Err(Failure::input(
-                format!("this needs {} of memory", units::mib(need)),
-                "take one scheme at a time with --kv, or --quick",
-            )),
-            _ => Ok(()),
-        }
+        rss::check(need as f64, "take one scheme at a time with --kv, or --quick")
     }
 
     /// Fills a cache. Every layer, sequence and token has other data; copies have the same.

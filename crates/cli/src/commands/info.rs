@@ -209,8 +209,8 @@ fn row(
     // There windows have a bound of their own.
     let requests = match on_gpu {
         true => {
-            let layers = vec![LayerConfig { shape, scheme, visible: None }; layers];
-            requests_on_card(&layers, Arm::of(scheme), memory_bytes, kv_len)?
+            let layer = LayerConfig { shape, scheme, visible: None };
+            requests_on_card(&[layer], Arm::of(scheme), memory_bytes / layers, kv_len)?
         }
         false => memory_bytes / request_bytes,
     };

@@ -65,13 +65,7 @@ fn settings(args: &RooflineArgs) -> Result<Settings, Failure> {
         let f16 = 4.0 * shape.row_len() as f64 * LONGEST;
         let caches = schemes.iter().map(|s| f16 * s.bits_per_element(d) / 16.0);
         let need = BUFFERS_BYTES + caches.map(|one| (2.0 * one).max(one + timer::COLD_BYTES as f64)).sum::<f64>();
-        if let Some((available, _)) = rss::machine_memory_bytes().filter(|m| need > m.0 as f64) {
-            let (need, available) = (need / 1e9, available as f64 / 1e9);
-            return Err(Failure::input(
-                format!("this needs about {need:.1} GB of memory, and {available:.1} GB are available"),
-                "take fewer schemes, a smaller shape, or --quick",
-            ));
-        }
+        rss::check(need, "take fewer schemes, a smaller shape, or --quick")?;
     }
     let ops = match &args.only {
         None => Op::ALL.to_vec(),

@@ -71,8 +71,8 @@ pub fn run(args: &ServeArgs) -> Result<()> {
     let running = engine.most_running().min(args.max_requests);
     if running < args.max_requests {
         output::note(format_args!(
-            "warning: windows of {} requests would take more than a fourth of the cache's memory: {running} are decoded at once, \
-             others wait (a larger --kv-memory or a scheme with a smaller window makes room for more)",
+            "warning: of {} requests {running} are decoded at once, others wait: windows take a fourth of the cache's memory at most \
+             (a larger --kv-memory or a scheme with a smaller window makes room for more)",
             args.max_requests
         ));
     }

@@ -24,6 +24,8 @@ const SYSTEM_DRIVER_MISMATCH: Result = 803;
 
 /// Something to point to where a handle is asked for.
 const HANDLE: usize = 0x10;
+/// Bytes of a block that is better not touched.
+const LARGE: usize = 1 << 20;
 /// As CUDA aligns memory.
 const ALIGN: usize = 512;
 
@@ -172,12 +174,12 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_in
     let capability = setting("STAND_IN_CAPABILITY", 90) as c_int;
     unsafe {
         *value = match attribute {
-            16 => 132,               // multiprocessors
-            38 => 50 << 20,          // bytes of L2
-            75 => capability / 10,   // compute capability, major
-            76 => capability % 10,   // and minor
-            97 => 227 << 10,         // shared memory of a block that asks for it
-            115 => 1,                // memory pools
+            16 => 132,             // multiprocessors
+            38 => 50 << 20,        // bytes of L2
+            75 => capability / 10, // compute capability, major
+            76 => capability % 10, // and minor
+            97 => 227 << 10,       // shared memory of a block that asks for it
+            115 => 1,              // memory pools
             _ => 1,
         }
     };
@@ -242,9 +244,9 @@ pub unsafe extern "C" fn cuMemFreeHost(at: usize) -> Result {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemsetD8Async(at: usize, value: u8, bytes: usize, _: usize) -> Result {
-    // Fresh memory is zero, and a large part of it never touched: that stays so.
-    let fresh = with_blocks(|blocks| blocks.get(&at) == Some(&bytes));
-    if !(fresh && value == 0) {
+    // A whole large block is zeroed when it is new, and then it is zero; what nobody touches takes no memory.
+    let new = bytes >= LARGE && with_blocks(|blocks| blocks.get(&at) == Some(&bytes));
+    if !(new && value == 0) {
         unsafe { ptr::write_bytes(at as *mut u8, value, bytes) };
     }
     health()

@@ -71,6 +71,11 @@ impl Card {
         Err(Error::NeverFits { request, tokens, need: bytes(pages), budget: bytes(all) })
     }
 
+    /// Bytes of a sequence's window.
+    pub(super) fn window_bytes(&self) -> usize {
+        self.cache().window_bytes()
+    }
+
     /// Bytes of a sequence: its pages, and its window.
     pub(super) fn sequence_bytes(&self, slot: usize) -> usize {
         self.cache().sequence_bytes(slot).unwrap_or(0)
@@ -117,9 +122,14 @@ impl Engine {
             let why = format!("the GPU computes up to {CHUNK} rows at once, not {rows}");
             return Err(Error::Limit { option: "step_tokens", why });
         }
-        let free = gpu.memory()?.0.saturating_sub(Decoder::<GpuCache>::bytes_beside(&config, slots));
-        let bytes = limits.kv_memory.unwrap_or((free as f64 * SHARE) as usize);
-        let slots = slots_within(&layers, arm, slots, bytes / WINDOWS)?;
+        let free = gpu.memory()?.0;
+        let bytes = |slots: usize| {
+            let free = free.saturating_sub(Decoder::<GpuCache>::bytes_beside(&config, slots));
+            limits.kv_memory.unwrap_or((free as f64 * SHARE) as usize)
+        };
+        let slots = slots_within(&layers, arm, slots, bytes(slots) / WINDOWS)?;
+        // Fewer slots need less beside the cache.
+        let bytes = bytes(slots);
         engine.limits.max_running = most.min(slots);
         let decoder_options = DecoderOptions { most_batch: slots, invariant: false };
         let cache_options = GpuOptions {
@@ -280,7 +290,7 @@ impl Engine {
     }
 }
 
-/// Requests of so many tokens that an engine with `bytes` for its cache decodes at once on a card, given the best number of places.
+/// Requests of so many tokens that an engine with `bytes` for the cache of these layers decodes at once on a card, given the best number of places.
 ///
 /// # Errors
 /// As [`GpuCache::bytes_of`].
@@ -288,19 +298,15 @@ pub fn requests_on_card(layers: &[LayerConfig], arm: Arm, bytes: usize, tokens: 
     let windows = GpuCache::bytes_of(layers, arm, 1, 0)?;
     let pages = (GpuCache::bytes_of(layers, arm, 1, tokens)? - windows).max(1);
     let most = slots_within(layers, arm, CHUNK, bytes / WINDOWS)?;
-    let fit = |slots: usize| (bytes.saturating_sub(slots * windows) / pages).min(slots);
+    let fit = |slots: usize| (bytes.saturating_sub(slots.saturating_mul(windows)) / pages).min(slots);
     Ok(BUCKETS.into_iter().take_while(|&slots| slots <= most).map(fit).max().unwrap_or(0))
 }
 
 /// The most slots, of the sizes that steps are prepared for and up to `most`, whose windows take no more than `bytes`; at least one.
 fn slots_within(layers: &[LayerConfig], arm: Arm, most: usize, bytes: usize) -> Result<usize, Error> {
-    let mut slots = BUCKETS[0];
-    for size in BUCKETS.into_iter().take_while(|&size| size <= most) {
-        if GpuCache::bytes_of(layers, arm, size, 0)? <= bytes {
-            slots = size;
-        }
-    }
-    Ok(slots)
+    let one = GpuCache::bytes_of(layers, arm, 1, 0)?;
+    let fits = |size: &usize| *size <= most && size.saturating_mul(one) <= bytes;
+    Ok(BUCKETS.into_iter().take_while(fits).last().unwrap_or(BUCKETS[0]))
 }
 
 #[cfg(test)]

@@ -321,7 +321,9 @@ impl Engine {
                 // What each held when it ended is what a generation reports.
                 let before = card.bytes();
                 card.free(slot)?;
-                self.held_on_card = sum(self.held_on_card, difference(before, card.bytes()));
+                let mut held = difference(before, card.bytes());
+                held.window_bytes += card.window_bytes();
+                self.held_on_card = sum(self.held_on_card, held);
                 s.place = Place::Waiting;
             }
             self.done.push(s);

@@ -110,17 +110,7 @@ pub fn measure(args: &AttendArgs) -> Result<Report> {
 /// Whether the machine has room for one sequence's keys and values, in f32 and in f16 for the card.
 fn check_host_memory(shape: LayerShape, kv_len: usize) -> Result<(), Failure> {
     let need = 2.0 * shape.row_len() as f64 * kv_len as f64 * (size_of::<f32>() + size_of::<f16>()) as f64;
-    match rss::machine_memory_bytes() {
-        Some((available, _)) if need > available as f64 => Err(Failure::input(
-            format!(
-                "this needs about {:.1} GB of the machine's memory, and {:.1} GB are available",
-                need / 1e9,
-                available as f64 / 1e9
-            ),
-            "take a smaller shape",
-        )),
-        _ => Ok(()),
-    }
+    rss::check(need, "take a smaller shape")
 }
 
 /// Lengths of the batch's sequences: all `kv_len`, or spread evenly over 0.5 to 1.5 of it, in an order that mixes short and long.

@@ -118,6 +118,7 @@ pub fn run(args: &DecodeArgs) -> Result<()> {
     check_lengths(&scheme, args.prompt_len, args.steps, from.config().context)?;
     let schemes = kvant_engine::load_schemes(&args.kv, from.config().layers).map_err(Failure::from)?;
     session::check_schemes(&schemes, from.config())?;
+    session::check_on_gpu(&schemes, from.config(), Arm::Fused)?;
     let gpu = Gpu::open(0).map_err(Failure::from)?;
     let bases = schemes.complete_bases(&from.config().shape);
     let bench = Bench { gpu, from, schemes: schemes.layers().to_vec(), bases, args };
