@@ -130,7 +130,8 @@ pub(crate) fn program(record: &RecordShape, config: &Config, softcap: bool, out:
         headers: PREFILL_HEADERS,
         defines,
         registers: 255,
-        spills: 16,
+        // Most where head_dim is 256 and the bits of keys and values differ.
+        spills: 24,
     }
 }
 
