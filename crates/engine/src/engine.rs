@@ -344,11 +344,6 @@ impl Engine {
         self.limits.max_running
     }
 
-    /// Whether it can decode at all after an error of [`Engine::step`]: not on a GPU that stopped answering.
-    pub fn answers(&self) -> bool {
-        self.card_answers()
-    }
-
     /// What it is doing and has done.
     pub fn status(&self) -> Status {
         let mut status = Status {
@@ -497,23 +492,5 @@ pub(crate) fn check_tokens(number: usize, tokens: &[u32], config: &Config) -> Re
     match tokens.iter().find(|&&t| t as usize >= vocabulary) {
         Some(&token) => Err(Error::NoSuchToken { token, vocabulary }),
         None => Ok(()),
-    }
-}
-
-fn sum(a: CacheBytes, b: CacheBytes) -> CacheBytes {
-    CacheBytes {
-        packed_bytes: a.packed_bytes + b.packed_bytes,
-        window_bytes: a.window_bytes + b.window_bytes,
-        copy_bytes: a.copy_bytes + b.copy_bytes,
-        f16_bytes_equivalent: a.f16_bytes_equivalent + b.f16_bytes_equivalent,
-    }
-}
-
-fn difference(a: CacheBytes, b: CacheBytes) -> CacheBytes {
-    CacheBytes {
-        packed_bytes: a.packed_bytes - b.packed_bytes,
-        window_bytes: a.window_bytes - b.window_bytes,
-        copy_bytes: a.copy_bytes - b.copy_bytes,
-        f16_bytes_equivalent: a.f16_bytes_equivalent - b.f16_bytes_equivalent,
     }
 }

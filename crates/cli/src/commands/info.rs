@@ -200,18 +200,16 @@ fn row(
     memory_bytes: usize,
     on_gpu: bool,
 ) -> Result<Row, Failure> {
+    let layer = |scheme: Scheme| LayerConfig { shape, scheme, visible: None };
     let bytes_of = |scheme: Scheme| match on_gpu {
-        true => GpuCache::bytes_of(&[LayerConfig { shape, scheme, visible: None }], Arm::of(scheme), 1, kv_len),
+        true => GpuCache::bytes_of(&[layer(scheme)], Arm::of(scheme), 1, kv_len),
         false => Ok(resident_bytes(shape, scheme, kv_len)),
     };
     let (one, plain) = (bytes_of(scheme)?, bytes_of(Scheme::F16)?);
     let request_bytes = layers * one;
     // There windows have a bound of their own.
     let requests = match on_gpu {
-        true => {
-            let layer = LayerConfig { shape, scheme, visible: None };
-            requests_on_card(&[layer], Arm::of(scheme), memory_bytes / layers, kv_len)?
-        }
+        true => requests_on_card(&[layer(scheme)], Arm::of(scheme), memory_bytes / layers, kv_len)?,
         false => memory_bytes / request_bytes,
     };
     Ok(Row {

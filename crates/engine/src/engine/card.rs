@@ -147,9 +147,9 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Whether the card still takes work. After some errors (an illegal address, a card that fell off its bus) it never does again in
-    /// this process.
-    pub(super) fn card_answers(&self) -> bool {
+    /// Whether it can decode at all after an error of [`Engine::step`]: not on a card that takes no more work, as after an illegal
+    /// address or when it fell off its bus; it never does again in this process.
+    pub fn answers(&self) -> bool {
         self.card.as_ref().is_none_or(|card| card.cache().gpu().synchronize().is_ok())
     }
 

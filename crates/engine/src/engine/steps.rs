@@ -1,7 +1,7 @@
 //! One step: who leaves and enters the cache, the model over everybody's rows, the next tokens. In: requests; out: events.
 //! NOT here: the rules (scheduler.rs), memory (room.rs), what a request does with a token (sequence.rs).
 
-use super::{Engine, difference, sum};
+use super::Engine;
 use crate::model::Config;
 use crate::request::Event;
 use crate::scheduler::{self, Moves, State};
@@ -321,9 +321,9 @@ impl Engine {
                 // What each held when it ended is what a generation reports.
                 let before = card.bytes();
                 card.free(slot)?;
-                let mut held = difference(before, card.bytes());
+                let mut held = before - card.bytes();
                 held.window_bytes += card.window_bytes();
-                self.held_on_card = sum(self.held_on_card, held);
+                self.held_on_card = self.held_on_card + held;
                 s.place = Place::Waiting;
             }
             self.done.push(s);

@@ -108,6 +108,34 @@ pub struct CacheBytes {
     pub f16_bytes_equivalent: usize,
 }
 
+impl CacheBytes {
+    /// Each count with its counterpart in `other`.
+    fn with(self, other: Self, f: impl Fn(usize, usize) -> usize) -> Self {
+        Self {
+            packed_bytes: f(self.packed_bytes, other.packed_bytes),
+            window_bytes: f(self.window_bytes, other.window_bytes),
+            copy_bytes: f(self.copy_bytes, other.copy_bytes),
+            f16_bytes_equivalent: f(self.f16_bytes_equivalent, other.f16_bytes_equivalent),
+        }
+    }
+}
+
+impl std::ops::Add for CacheBytes {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        self.with(other, |a, b| a + b)
+    }
+}
+
+impl std::ops::Sub for CacheBytes {
+    type Output = Self;
+
+    fn sub(self, other: Self) -> Self {
+        self.with(other, |a, b| a - b)
+    }
+}
+
 /// A codec of another program, as what it gives back: for comparing its accuracy with that of the schemes.
 pub trait RowCodec: Send + Sync {
     /// Replaces rows of one kv head by what the codec would give back for them.

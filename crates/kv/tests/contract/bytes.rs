@@ -68,19 +68,10 @@ fn expected(config: &LayerConfig, arm: Arm, sequences: &[(usize, usize)]) -> Cac
     sum
 }
 
-fn add(a: CacheBytes, b: CacheBytes) -> CacheBytes {
-    CacheBytes {
-        packed_bytes: a.packed_bytes + b.packed_bytes,
-        window_bytes: a.window_bytes + b.window_bytes,
-        copy_bytes: a.copy_bytes + b.copy_bytes,
-        f16_bytes_equivalent: a.f16_bytes_equivalent + b.f16_bytes_equivalent,
-    }
-}
-
 /// Compares a rig whose layers all hold sequences of (committed, all) tokens.
 fn check(rig: &Rig, arm: Arm, schemes: &[&str], sequences: &[(usize, usize)]) {
     let layers = schemes.iter().map(|s| LayerConfig { shape: rig.shape, scheme: s.parse().unwrap(), visible: None });
-    let want = layers.map(|config| expected(&config, arm, sequences)).fold(CacheBytes::default(), add);
+    let want = layers.map(|config| expected(&config, arm, sequences)).fold(CacheBytes::default(), std::ops::Add::add);
     assert_eq!(rig.cache.bytes(), want, "{schemes:?} {arm} {sequences:?}");
 }
 
